@@ -1,0 +1,41 @@
+"""Strict settings for every test: shapes checked at run time, no silent promotion, JAX on the CPU."""
+
+import os
+
+os.environ.setdefault("JAX_PLATFORMS", "cpu")  # before JAX is imported; set it to test on an accelerator
+
+import jax
+import jaxtyping
+import pytest
+
+# Must stand before the first import of the packages: every annotated function is checked from here on.
+jaxtyping.install_import_hook(["eflax", "experiments"], "beartype.beartype")
+
+jax.config.update("jax_numpy_dtype_promotion", "strict")
+jax.config.update("jax_numpy_rank_promotion", "raise")
+
+
+@pytest.fixture
+def without_shape_checks():
+    """Let ill-shaped arguments through, so that the project's own error messages can be tested."""
+    before = jaxtyping.config.jaxtyping_disable
+    jaxtyping.config.update("jaxtyping_disable", True)
+    yield
+    jaxtyping.config.update("jaxtyping_disable", before)
+
+
+@pytest.fixture
+def float64():
+    """Run the test with 64-bit types enabled."""
+    with jax.enable_x64(True):
+        yield
+
+
+def pytest_terminal_summary(terminalreporter):
+    """List every skipped test with its reason: a skip that nobody sees is a test that nobody has."""
+    skipped = terminalreporter.stats.get("skipped", [])
+    if skipped:
+        terminalreporter.section(f"{len(skipped)} skipped")
+    for report in skipped:
+        reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else report.longrepr
+        terminalreporter.write_line(f"{report.nodeid}: {str(reason).removeprefix('Skipped: ')}")
