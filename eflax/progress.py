@@ -1,0 +1,70 @@
+"""One progress display for downloads, training and evaluation: a live bar in a terminal, plain lines elsewhere."""
+
+import time
+from types import TracebackType
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, TaskID, TextColumn, TimeRemainingColumn
+from rich.progress import Progress as RichProgress
+
+SECONDS_BETWEEN_LINES = 10.0
+
+
+class Progress:
+    """Shows label, done/total, rate, remaining time and the latest values; use it as a context manager.
+
+    In a log file or a pipe, where a live bar cannot be drawn, one line is printed at most every ten seconds.
+
+    Args:
+        label: what is being done, such as "train efla".
+        total: number of units to do.
+        start: units already done, for instance before a resume; they do not count towards the rate.
+        unit: name of a unit, for the rate ("step", "MB").
+    """
+
+    def __init__(self, label: str, total: int | float, start: int | float = 0, unit: str = "step") -> None:
+        self.label, self.total, self.start, self.unit = label, total, start, unit
+        self.done = start
+        self._console = Console(highlight=False, soft_wrap=True)
+        self._bar: RichProgress | None = None
+        self._task = TaskID(0)
+        self._began = self._last_line = time.monotonic()
+
+    def __enter__(self) -> "Progress":
+        self._began = time.monotonic()
+        self._last_line = self._began
+        if self._console.is_terminal:
+            columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(),
+                       TimeRemainingColumn(), TextColumn("{task.fields[note]}"))  # fmt: skip
+            self._bar = RichProgress(*columns, console=self._console)
+            self._bar.start()
+            self._task = self._bar.add_task(self.label, total=self.total, completed=self.start, note="")
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+        elif kind is None:
+            self._print_line()
+
+    def advance(self, amount: int | float = 1, **values: float) -> None:
+        """Count `amount` more units as done and show the named values."""
+        self.done += amount
+        note = "  ".join(f"{name} {value:.4g}" for name, value in values.items())
+        if self._bar is not None:
+            self._bar.update(self._task, completed=self.done, note=f"{self._rate():.3g} {self.unit}/s  {note}")
+        elif time.monotonic() - self._last_line >= SECONDS_BETWEEN_LINES:
+            self._print_line(note)
+
+    def _rate(self) -> float:
+        return (self.done - self.start) / max(time.monotonic() - self._began, 1e-9)
+
+    def _print_line(self, note: str = "") -> None:
+        self._last_line = time.monotonic()
+        rate = self._rate()
+        remaining = f"{(self.total - self.done) / rate:.0f} s left" if rate > 0 and self.done < self.total else ""
+        elapsed = f"{time.monotonic() - self._began:.0f} s"
+        parts = (f"{self.done:g}/{self.total:g}", elapsed, f"{rate:.3g} {self.unit}/s", remaining, note)
+        self._console.print(f"{self.label}: " + "  ".join(part for part in parts if part))
