@@ -1,4 +1,4 @@
-"""One progress display for downloads, training and evaluation: a live bar in a terminal, plain lines elsewhere."""
+"""One progress display for all long work: a live bar in a terminal, plain lines elsewhere."""
 
 import time
 from types import TracebackType
@@ -34,11 +34,17 @@ class Progress:
         self._began = time.monotonic()
         self._last_line = self._began
         if self._console.is_terminal:
-            columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(),
-                       TimeRemainingColumn(), TextColumn("{task.fields[note]}"))  # fmt: skip
+            columns = (
+                TextColumn("{task.description}"),
+                BarColumn(),
+                MofNCompleteColumn(),
+                TimeRemainingColumn(),
+                TextColumn("{task.fields[note]}"),
+            )
             self._bar = RichProgress(*columns, console=self._console)
             self._bar.start()
-            self._task = self._bar.add_task(self.label, total=self.total, completed=self.start, note="")
+            self._task = self._bar.add_task(self.label, total=self.total, note="")
+            self._bar.update(self._task, completed=self.start)
         return self
 
     def __exit__(
@@ -54,7 +60,9 @@ class Progress:
         self.done += amount
         note = "  ".join(f"{name} {value:.4g}" for name, value in values.items())
         if self._bar is not None:
-            self._bar.update(self._task, completed=self.done, note=f"{self._rate():.3g} {self.unit}/s  {note}")
+            self._bar.update(
+                self._task, completed=self.done, note=f"{self._rate():.3g} {self.unit}/s  {note}"
+            )
         elif time.monotonic() - self._last_line >= SECONDS_BETWEEN_LINES:
             self._print_line(note)
 
@@ -64,7 +72,9 @@ class Progress:
     def _print_line(self, note: str = "") -> None:
         self._last_line = time.monotonic()
         rate = self._rate()
-        remaining = f"{(self.total - self.done) / rate:.0f} s left" if rate > 0 and self.done < self.total else ""
+        remaining = (
+            f"{(self.total - self.done) / rate:.0f} s left" if rate > 0 and self.done < self.total else ""
+        )
         elapsed = f"{time.monotonic() - self._began:.0f} s"
         parts = (f"{self.done:g}/{self.total:g}", elapsed, f"{rate:.3g} {self.unit}/s", remaining, note)
         self._console.print(f"{self.label}: " + "  ".join(part for part in parts if part))

@@ -1,8 +1,5 @@
 """Endless training batches through grain: a new global shuffle each epoch, resumable at any batch."""
 
-from collections.abc import Iterator, Sequence
-from typing import Any, Protocol
-
 import grain
 import numpy as np
 from jaxtyping import Int, UInt8
@@ -10,23 +7,15 @@ from jaxtyping import Int, UInt8
 type Batch = dict[str, np.ndarray]
 
 
-class Batches(Protocol):
-    """An iterator over batches whose position can be saved and restored exactly, such as grain's."""
-
-    def __next__(self) -> Batch: ...
-    def __iter__(self) -> Iterator[Batch]: ...
-    def get_state(self) -> Any: ...
-    def set_state(self, state: Any) -> None: ...
-
-
 def image_batches(
     images: UInt8[np.ndarray, "N 28 28"], labels: Int[np.ndarray, " N"], batch_size: int, seed: int
-) -> Batches:
+) -> grain.DatasetIterator[Batch]:
     """Return an endless iterator over shuffled batches.
 
-    A batch is a dict of `pixels` [B, 784] uint8, `label` [B] int32 and `weight` [B] float32. The order depends on
-    `seed` and the epoch alone. The last batch of an epoch keeps the images that are left over; it is padded to B rows
-    with weight 0, so that every batch has one shape and the train step compiles once.
+    A batch is a dict of `pixels` [B, 784] uint8, `label` [B] int32 and `weight` [B] float32. The order
+    depends on `seed` and the epoch alone. The last batch of an epoch keeps the images that are left over;
+    it is padded to B rows with weight 0, so that every batch has one shape and the train step compiles
+    once.
 
     Raises:
         ValueError: `batch_size` outside 1..N, or a negative `seed`.
@@ -37,8 +26,7 @@ def image_batches(
         raise ValueError(f"seed must not be negative, got {seed}")
     pixels = images.reshape(len(images), -1)
 
-    def gather(rows: Sequence[int]) -> Batch:
-        index = np.asarray(rows)
+    def gather(index: Int[np.ndarray, " M"]) -> Batch:
         pad = (0, batch_size - len(index))
         return {
             "pixels": np.pad(pixels[index], (pad, (0, 0))),
@@ -46,6 +34,8 @@ def image_batches(
             "weight": np.pad(np.ones(len(index), np.float32), pad),
         }
 
-    # Rows are shuffled, not images: one fancy index per batch instead of B Python calls. Nothing to prefetch then.
+    # Rows are shuffled, not images: one fancy index a batch, not B Python calls, leaves nothing to prefetch.
     rows = grain.MapDataset.range(len(images)).shuffle(seed=seed).batch(batch_size, drop_remainder=False)
-    return iter(rows.repeat().map(gather).to_iter_dataset(grain.ReadOptions(num_threads=0, prefetch_buffer_size=0)))
+    return iter(
+        rows.repeat().map(gather).to_iter_dataset(grain.ReadOptions(num_threads=0, prefetch_buffer_size=0))
+    )

@@ -66,7 +66,9 @@ def _fetch(file: RemoteFile, folder: Path, way_out: str) -> Path:
             return path
         failures.append(f"  {url}: wrong sha256 {_digest(content)}, expected {file.sha256}")
     raise DataError(
-        f"could not download {file.name} into {folder}:\n" + "\n".join(failures) + f"\nWithout network: {way_out}"
+        f"could not download {file.name} into {folder}:\n"
+        + "\n".join(failures)
+        + f"\nWithout network: {way_out}"
     )
 
 

@@ -11,7 +11,7 @@ GZIP_MAGIC = b"\x1f\x8b"
 
 
 class DataError(ValueError):
-    """A data file is missing, corrupt or not what it should be; the message names the file and the way out."""
+    """A data file is missing, damaged or not what it should be; the message names it and the way out."""
 
 
 def unpack(content: bytes, where: str) -> bytes:
@@ -25,7 +25,9 @@ def unpack(content: bytes, where: str) -> bytes:
     try:
         return gzip.decompress(content)
     except (EOFError, OSError, zlib.error) as error:
-        raise DataError(f"{where}: the gzip data is damaged or cut short ({error}); get the file again") from error
+        raise DataError(
+            f"{where}: the gzip data is damaged or cut short ({error}); get the file again"
+        ) from error
 
 
 def parse_idx(content: bytes, where: str) -> np.ndarray:
@@ -40,7 +42,9 @@ def parse_idx(content: bytes, where: str) -> np.ndarray:
     """
     content = unpack(content, where)
     if len(content) < 4 or content[:2] != b"\0\0" or content[2] != UINT8_CODE:
-        raise DataError(f"{where}: not an idx file of unsigned bytes (it begins with {content[:4].hex() or 'nothing'})")
+        raise DataError(
+            f"{where}: not an idx file of unsigned bytes (it begins with {content[:4].hex() or 'nothing'})"
+        )
     rank = content[3]
     header_size = 4 + 4 * rank
     sizes = [int.from_bytes(content[at : at + 4], "big") for at in range(4, header_size, 4)]

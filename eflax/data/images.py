@@ -16,11 +16,19 @@ from eflax.data.idx import DataError, parse_idx
 SIDE = 28
 CLASSES = 10
 ARRAYS = ("x_train", "y_train", "x_test", "y_test")
-IDX_NAMES = ("train-images-idx3-ubyte", "train-labels-idx1-ubyte", "t10k-images-idx3-ubyte", "t10k-labels-idx1-ubyte")
+IDX_NAMES = (
+    "train-images-idx3-ubyte",
+    "train-labels-idx1-ubyte",
+    "t10k-images-idx3-ubyte",
+    "t10k-labels-idx1-ubyte",
+)
 
 _SOURCES = {
     "mnist": (
-        ("https://ossci-datasets.s3.amazonaws.com/mnist/", "https://storage.googleapis.com/cvdf-datasets/mnist/"),
+        (
+            "https://ossci-datasets.s3.amazonaws.com/mnist/",
+            "https://storage.googleapis.com/cvdf-datasets/mnist/",
+        ),
         (
             "ba891046e6505d7aadcbbe25680a0738ad16aec93bde7f9b65e87a2fc25776db",
             "65a50cbbf4e906d70832878ad85ccda5333a97f0f4c3dd2ef09a8a9eef7101c5",
@@ -73,8 +81,9 @@ def load_images(dataset: str, data_dir: Path | None = None) -> ImageSet:
     """Load an image set.
 
     Args:
-        dataset: "mnist-small" (ships with the package), "mnist" or "fashion-mnist" (downloaded once), or the path
-            of an npz file with x_train, y_train, x_test, y_test or of a folder with the four idx or idx.gz files.
+        dataset: "mnist-small" (ships with the package), "mnist" or "fashion-mnist" (downloaded once), or
+            the path of an npz file with x_train, y_train, x_test, y_test or of a folder with the four idx
+            or idx.gz files.
         data_dir: cache folder of downloads; None is `default_cache()`.
 
     Raises:
@@ -87,11 +96,13 @@ def load_images(dataset: str, data_dir: Path | None = None) -> ImageSet:
     elif dataset in DOWNLOADS:
         folder = (data_dir or default_cache()) / dataset
         way_out = (
-            f"use --dataset mnist-small, or --dataset PATH with a local npz or idx copy, or put the unpacked idx "
-            f"files into {folder}"
+            f"use --dataset mnist-small, or --dataset PATH with a local npz or idx copy, "
+            f"or put the unpacked idx files into {folder}"
         )
         paths = fetch_all(DOWNLOADS[dataset], folder, way_out)
-        arrays = {key: parse_idx(path.read_bytes(), str(path)) for key, path in zip(ARRAYS, paths, strict=True)}
+        arrays = {
+            key: parse_idx(path.read_bytes(), str(path)) for key, path in zip(ARRAYS, paths, strict=True)
+        }
     else:
         arrays = _read_local(Path(dataset))
     _check(arrays, dataset)
@@ -104,7 +115,9 @@ def _read_local(path: Path) -> dict[str, np.ndarray]:
         return {key: _read_idx(path, name) for key, name in zip(ARRAYS, IDX_NAMES, strict=True)}
     if path.is_file():
         return _read_npz(path)
-    raise DataError(f"dataset {str(path)!r} is neither one of {', '.join(NAMES)} nor an existing file or folder")
+    raise DataError(
+        f"dataset {str(path)!r} is neither one of {', '.join(NAMES)} nor an existing file or folder"
+    )
 
 
 def _read_idx(folder: Path, name: str) -> np.ndarray:
@@ -121,27 +134,38 @@ def _read_npz(path: Path) -> dict[str, np.ndarray]:
                 raise DataError(f"dataset {path} holds a single array, not an npz with {', '.join(ARRAYS)}")
             missing = [key for key in ARRAYS if key not in archive]
             if missing:
-                raise DataError(f"dataset {path} lacks {', '.join(missing)}; it has {', '.join(archive) or 'nothing'}")
+                raise DataError(
+                    f"dataset {path} lacks {', '.join(missing)}; it has {', '.join(archive) or 'nothing'}"
+                )
             return {key: archive[key] for key in ARRAYS}
     except (zipfile.BadZipFile, zlib.error, EOFError, OSError, ValueError) as error:
         if isinstance(error, DataError):
             raise
-        raise DataError(f"dataset {path} is not a readable npz file ({error}); get or write it again") from error
+        raise DataError(
+            f"dataset {path} is not a readable npz file ({error}); get or write it again"
+        ) from error
 
 
 def _check(arrays: dict[str, np.ndarray], dataset: str) -> None:
     for part in ("train", "test"):
         images, labels = arrays[f"x_{part}"], arrays[f"y_{part}"]
-        if images.ndim != 3 or images.shape[1:] != (SIDE, SIDE) or images.dtype != np.uint8 or not len(images):
+        if (
+            images.ndim != 3
+            or images.shape[1:] != (SIDE, SIDE)
+            or images.dtype != np.uint8
+            or not len(images)
+        ):
             raise DataError(
                 f"dataset {dataset}: x_{part} must be uint8 of shape [N, {SIDE}, {SIDE}] with N ≥ 1, "
                 f"got {images.dtype} {images.shape}"
             )
         if labels.shape != images.shape[:1] or labels.dtype.kind not in "iu":
             raise DataError(
-                f"dataset {dataset}: y_{part} must be {len(images)} integers, got {labels.dtype} {labels.shape}"
+                f"dataset {dataset}: y_{part} must be {len(images)} integers, "
+                f"got {labels.dtype} {labels.shape}"
             )
         if labels.min() < 0 or labels.max() >= CLASSES:
             raise DataError(
-                f"dataset {dataset}: y_{part} must lie in 0..{CLASSES - 1}, got {labels.min()}..{labels.max()}"
+                f"dataset {dataset}: y_{part} must lie in 0..{CLASSES - 1}, "
+                f"got {labels.min()}..{labels.max()}"
             )

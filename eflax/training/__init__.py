@@ -1,0 +1,23 @@
+"""Training: optimizer and train step, the loop, checkpoints, and the folder that a run writes into."""
+
+from eflax.training.checkpoint import CheckpointError, Checkpoints
+from eflax.training.interrupt import Interrupted, StopRequest
+from eflax.training.loop import Diverged, Trainer
+from eflax.training.run_folder import RunFolder, RunFolderError, read_config
+from eflax.training.step import TrainState, adamw, cross_entropy, start_training
+
+__all__ = [
+    "CheckpointError",
+    "Checkpoints",
+    "Diverged",
+    "Interrupted",
+    "RunFolder",
+    "RunFolderError",
+    "StopRequest",
+    "TrainState",
+    "Trainer",
+    "adamw",
+    "cross_entropy",
+    "read_config",
+    "start_training",
+]

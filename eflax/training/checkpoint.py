@@ -1,0 +1,131 @@
+"""Checkpoints through Orbax: written whole or not at all, checked leaf by leaf when read."""
+
+import logging
+import zlib
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+from jaxtyping import PyTree
+
+FORMAT = "eflax-checkpoint-1"
+STATE, META = "state", "meta"
+
+
+class CheckpointError(ValueError):
+    """A checkpoint is damaged, or belongs to something else; the message names it and the way out."""
+
+
+class Checkpoints:
+    """The last few checkpoints of one training run in one folder.
+
+    Orbax writes each under a temporary name and renames it when complete, so a killed process leaves no
+    half-written checkpoint behind. What Orbax does not check is stored beside the arrays and checked at
+    `restore`: the names, shapes, dtypes and a CRC-32 of every leaf.
+
+    Args:
+        folder: where the checkpoints lie, one subfolder a step; created at the first save.
+        keep: how many to keep.
+    """
+
+    def __init__(self, folder: Path, keep: int = 2) -> None:
+        self.folder = folder.absolute()
+        self._keep = keep
+        self._opened: ocp.CheckpointManager | None = None
+        logging.getLogger("absl").setLevel(logging.ERROR)  # Orbax tells of each file it writes
+
+    @property
+    def _manager(self) -> ocp.CheckpointManager:
+        if self._opened is None:
+            options = ocp.CheckpointManagerOptions(
+                max_to_keep=self._keep, enable_async_checkpointing=False, cleanup_tmp_directories=True
+            )
+            self._opened = ocp.CheckpointManager(self.folder, options=options)
+        return self._opened
+
+    def latest_step(self) -> int | None:
+        """Return the step of the newest complete checkpoint, None where there is none."""
+        return self._manager.latest_step() if self.folder.is_dir() else None
+
+    def save(self, step: int, state: PyTree, **extra: Any) -> None:
+        """Write `state`, a tree of arrays, and `extra`, which JSON can hold; returns when it is on disk."""
+        leaves = _named_leaves(state)
+        meta = {
+            "format": FORMAT,
+            "step": step,
+            "leaves": _describe(leaves),
+            "crc32": _checksums(leaves),
+            **extra,
+        }
+        items = ocp.args.Composite(**{STATE: ocp.args.StandardSave(leaves), META: ocp.args.JsonSave(meta)})
+        self._manager.save(step, args=items)
+
+    def restore(self, template: PyTree) -> tuple[PyTree, dict[str, Any]]:
+        """Return the newest state and what was saved beside it.
+
+        Args:
+            template: a tree of arrays of the same structure, shapes, dtypes and placement as the saved one.
+
+        Raises:
+            CheckpointError: there is none, it cannot be read, or it does not fit `template`.
+        """
+        step = self.latest_step()
+        if step is None:
+            raise CheckpointError(f"no complete checkpoint in {self.folder}")
+        where = f"checkpoint {self.folder / str(step)}"
+        way_out = (
+            "delete that folder to continue from the checkpoint before it, if one is left, or from the start"
+        )
+        expected = _named_leaves(template)
+        meta = self._read(step, META, ocp.args.JsonRestore(), f"{where} is damaged or foreign; {way_out}")
+        if not isinstance(meta, dict) or meta.get("format") != FORMAT:
+            raise CheckpointError(
+                f"{where} was not written by eflax (no format {FORMAT!r}); give another folder"
+            )
+        _compare(meta["leaves"], _describe(expected), where)
+        abstract = {
+            name: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding) for name, x in expected.items()
+        }
+        leaves = self._read(step, STATE, ocp.args.StandardRestore(abstract), f"{where} is damaged; {way_out}")
+        found = _checksums(leaves)
+        damaged = [name for name, crc in meta["crc32"].items() if found[name] != crc]
+        if damaged:
+            raise CheckpointError(f"{where} is damaged: wrong checksum of {damaged[0]}; {way_out}")
+        return jax.tree.unflatten(jax.tree.structure(template), [leaves[name] for name in expected]), meta
+
+    def _read(self, step: int, item: str, args: Any, complaint: str) -> Any:
+        try:
+            return self._manager.restore(step, args=ocp.args.Composite(**{item: args}))[item]
+        except Exception as error:  # Orbax and TensorStore raise a dozen kinds for a damaged file
+            reason = (str(error).splitlines() or [repr(error)])[0]
+            raise CheckpointError(f"{complaint} ({type(error).__name__}: {reason})") from error
+
+    def close(self) -> None:
+        """Release what Orbax holds open."""
+        if self._opened is not None:
+            self._opened.close()
+            self._opened = None
+
+
+def _named_leaves(tree: PyTree) -> dict[str, jax.Array]:
+    paths, _ = jax.tree_util.tree_flatten_with_path(tree)
+    return {jax.tree_util.keystr(path, simple=True, separator="/"): leaf for path, leaf in paths}
+
+
+def _describe(leaves: dict[str, jax.Array]) -> dict[str, str]:
+    return {name: f"{leaf.dtype}{list(leaf.shape)}" for name, leaf in leaves.items()}
+
+
+def _checksums(leaves: dict[str, jax.Array]) -> dict[str, int]:
+    return {name: zlib.crc32(np.ascontiguousarray(leaf).tobytes()) for name, leaf in leaves.items()}
+
+
+def _compare(saved: dict[str, str], expected: dict[str, str], where: str) -> None:
+    for name in [*expected, *saved]:
+        if saved.get(name) != expected.get(name):
+            raise CheckpointError(
+                f"{where} belongs to another model or optimizer: {name} is {saved.get(name, 'absent')} there "
+                f"and {expected.get(name, 'absent')} here; resume with the settings that wrote it"
+            )

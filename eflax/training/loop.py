@@ -1,0 +1,126 @@
+"""The training loop: steps, metrics, progress, checkpoints, a clean stop, a resume that changes nothing."""
+
+import math
+import time
+from dataclasses import dataclass
+
+import grain
+import jax
+import jax.numpy as jnp
+from jaxtyping import PyTree
+
+from eflax.progress import Progress
+from eflax.training.checkpoint import Checkpoints
+from eflax.training.interrupt import StopRequest
+from eflax.training.run_folder import Record, RunFolder
+from eflax.training.step import Metrics, TrainState, TrainStep
+
+
+class Diverged(ArithmeticError):
+    """The loss, the gradient or a parameter is no longer finite; the last checkpoint before that is kept."""
+
+
+@dataclass(frozen=True)
+class Trainer:
+    """How and where to train.
+
+    Attributes:
+        folder: receives the metrics and, below `checkpoints/`, the checkpoints.
+        stop: asked after every step whether to save and stop.
+        steps: number of optimizer steps in all.
+        checkpoint_every: steps between checkpoints; one is also written at the start, at the end, at a stop.
+        log_every: steps between writes to metrics.jsonl, which also are the points where the loss is looked
+            at (asking more often would keep an accelerator waiting).
+    """
+
+    folder: RunFolder
+    stop: StopRequest
+    steps: int
+    checkpoint_every: int = 50
+    log_every: int = 10
+
+    def train(
+        self, name: str, state: TrainState, train_step: TrainStep, batches: grain.DatasetIterator
+    ) -> TrainState:
+        """Train to the last step, from the newest checkpoint of `name` in the folder if there is one.
+
+        Every step leaves a record {"run": name, "step": 1, 2, …, "loss", …, "time"} in the metrics. A
+        continued run sees the same batches and ends with the same parameters as one that was never stopped;
+        records newer than the checkpoint are dropped first, so none is there twice.
+
+        Args:
+            name: of this training within the folder.
+            state: the initial state; its buffers are given away.
+            train_step: maps (state, batch) to (state, metrics), see `start_training`.
+            batches: at its first batch.
+
+        Raises:
+            Interrupted: `stop` was requested; a checkpoint was written.
+            Diverged: a loss or gradient norm was NaN or infinite.
+            CheckpointError: the newest checkpoint cannot be used.
+        """
+        checkpoints = Checkpoints(self.folder.path / "checkpoints" / name)
+        try:
+            step = checkpoints.latest_step()
+            if step is None:
+                step = 0
+                checkpoints.save(step, state, batches=batches.get_state())
+            else:
+                state, meta = checkpoints.restore(state)
+                batches.set_state(meta["batches"])
+            if step < self.steps:
+                self.folder.keep(lambda record: record.get("run") != name or record["step"] <= step)
+                state = self._advance(name, step, state, train_step, batches, checkpoints)
+            return state
+        finally:
+            checkpoints.close()
+
+    def _advance(
+        self,
+        name: str,
+        step: int,
+        state: TrainState,
+        train_step: TrainStep,
+        batches: grain.DatasetIterator,
+        checkpoints: Checkpoints,
+    ) -> TrainState:
+        pending: list[tuple[int, Metrics]] = []
+        with Progress(f"train {name}", self.steps, step) as progress:
+            while step < self.steps:
+                state, metrics = train_step(state, next(batches))
+                step += 1
+                pending.append((step, metrics))
+                stopping = self.stop.requested
+                save = stopping or step % self.checkpoint_every == 0 or step == self.steps
+                if save or step % self.log_every == 0:
+                    records = _to_records(name, pending)
+                    self.folder.append(records)
+                    pending.clear()
+                    progress.advance(len(records), loss=records[-1]["loss"])
+                if save:
+                    _check_params(state.params, step)
+                    checkpoints.save(step, state, batches=batches.get_state())
+                if stopping:
+                    self.stop.check()
+        return state
+
+
+def _to_records(name: str, pending: list[tuple[int, Metrics]]) -> list[Record]:
+    now = round(time.time(), 3)
+    records = []
+    for step, metrics in pending:
+        values = {key: float(value) for key, value in metrics.items()}
+        for key in ("loss", "grad_norm"):
+            if not math.isfinite(values[key]):
+                raise Diverged(_advice(f"{key} is {values[key]}", step))
+        records.append({"run": name, "step": step, **values, "time": now})
+    return records
+
+
+def _check_params(params: PyTree, step: int) -> None:
+    if not all(bool(jnp.isfinite(leaf).all()) for leaf in jax.tree.leaves(params)):
+        raise Diverged(_advice("a parameter is not finite", step))
+
+
+def _advice(what: str, step: int) -> str:
+    return f"diverged at step {step}: {what}; lower the learning rate (the last good checkpoint is kept)"

@@ -1,0 +1,201 @@
+"""The folder of one run: held by one process at a time, config checked and metrics cut back at resume."""
+
+import csv
+import fcntl
+import importlib.metadata
+import json
+import os
+import platform
+import subprocess
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from eflax.data.download import write_atomically
+
+CONFIG, METRICS, LOCK = "config.json", "metrics.jsonl", ".lock"
+PACKAGES = ("eflax", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy")
+
+type Record = dict[str, Any]
+
+
+class RunFolderError(ValueError):
+    """An output folder cannot be used as asked; the message names it and the way out."""
+
+
+class RunFolder:
+    """Owner of an output folder with `config.json` and `metrics.jsonl`; use it as a context manager.
+
+    Args:
+        path: the folder, created if need be.
+        config: what the run is, as JSON can hold it. It is written when the run begins; at a resume it must
+            equal what was written then.
+        resume: continue the run that the folder holds.
+
+    Raises:
+        RunFolderError: another process uses the folder; it holds a run and `resume` is off, or none and
+            `resume` is on; it holds foreign files; or `config` differs from that of the run (the message
+            names the field).
+    """
+
+    def __init__(self, path: Path, config: Mapping[str, Any], resume: bool = False) -> None:
+        self.path = path
+        self._log = path / METRICS
+        self._lock = _hold(path, resume)
+        try:
+            _check_use(path, resume)
+            if resume:
+                compare_configs(read_config(path), json.loads(json.dumps(config)))
+            else:
+                write_atomically(path / CONFIG, (json.dumps(_describe_run(config), indent=2) + "\n").encode())
+        except BaseException:
+            self.close()
+            raise
+
+    def __enter__(self) -> "RunFolder":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Let other processes use the folder."""
+        os.close(self._lock)
+
+    def append(self, records: Iterable[Record]) -> None:
+        """Add records to metrics.jsonl, one line each; returns when they are on disk."""
+        with self._log.open("a") as stream:
+            stream.write("".join(json.dumps(record) + "\n" for record in records))
+            stream.flush()
+            os.fsync(stream.fileno())
+
+    def records(self) -> list[Record]:
+        """Return the records of metrics.jsonl; a last line that a killed process left unfinished is not one.
+
+        Raises:
+            RunFolderError: another line is not a JSON object.
+        """
+        lines = self._log.read_text().split("\n") if self._log.exists() else [""]
+        records = []
+        for number, line in enumerate(lines[:-1], start=1):  # what follows the last newline is unfinished
+            try:
+                records.append(dict(json.loads(line)))
+            except (ValueError, TypeError) as error:
+                raise RunFolderError(
+                    f"{self._log}, line {number} is not a JSON object: {line[:60]!r}"
+                ) from error
+        return records
+
+    def keep(self, wanted: Callable[[Record], bool]) -> None:
+        """Drop the records that are not `wanted`, and an unfinished last line."""
+        kept = [json.dumps(record) + "\n" for record in self.records() if wanted(record)]
+        write_atomically(self._log, "".join(kept).encode())
+
+    def write_table(self, name: str, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Write `rows`, which share their keys, as the CSV file `name`."""
+        with (self.path / name).open("w", newline="") as stream:
+            writer = csv.DictWriter(stream, fieldnames=list(rows[0]), lineterminator="\n")
+            writer.writeheader()
+            writer.writerows(rows)
+
+
+def read_config(path: Path) -> dict[str, Any]:
+    """Return the `config` that a run wrote into its folder.
+
+    Raises:
+        RunFolderError: the folder holds no readable run.
+    """
+    file = path / CONFIG
+    if not file.is_file():
+        raise RunFolderError(
+            f"--resume {path}: there is no {CONFIG}, so no run to continue; start one with --out"
+        )
+    try:
+        return json.loads(file.read_text())["config"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise RunFolderError(f"{file} is damaged or was not written by eflax ({error!r})") from error
+
+
+def compare_configs(saved: Mapping[str, Any], given: Mapping[str, Any]) -> None:
+    """Raise RunFolderError naming the first field in which two configs differ."""
+    for field in dict.fromkeys([*given, *saved]):
+        if saved.get(field) != given.get(field):
+            raise RunFolderError(
+                f"resume with another {field!r}: the run began with {saved.get(field)!r}, and now it is "
+                f"{given.get(field)!r}; leave it out to continue the run, or start a new one with --out"
+            )
+
+
+def _hold(path: Path, resume: bool) -> int:
+    """Return a file descriptor whose lock lasts until it is closed or the process ends, however it ends."""
+    if resume and not path.is_dir():
+        raise RunFolderError(f"--resume {path}: no such folder")
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        handle = os.open(path / LOCK, os.O_RDWR | os.O_CREAT, 0o644)
+    except OSError as error:
+        raise RunFolderError(f"--out {path}: cannot write there ({error})") from error
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        holder = os.read(handle, 32).decode(errors="replace").strip()
+        os.close(handle)
+        raise RunFolderError(
+            f"{path} is in use by process {holder or '?'}; wait for it or give another --out"
+        ) from error
+    os.truncate(handle, 0)
+    os.write(handle, f"{os.getpid()}\n".encode())
+    return handle
+
+
+def _check_use(path: Path, resume: bool) -> None:
+    if resume:
+        return
+    if (path / CONFIG).exists():
+        raise RunFolderError(
+            f"--out {path} holds a run; continue it with --resume {path}, or give another --out"
+        )
+    foreign = [
+        entry.name for entry in path.iterdir() if entry.name != LOCK and not entry.name.endswith(".part")
+    ]
+    if foreign:
+        raise RunFolderError(f"--out {path} is not empty ({foreign[0]}); give a new folder")
+
+
+def _describe_run(config: Mapping[str, Any]) -> Record:
+    devices = jax.devices()
+    return {
+        "config": config,
+        "command": sys.argv,
+        "revision": _revision(),
+        "versions": {"python": platform.python_version()} | {name: _version(name) for name in PACKAGES},
+        "devices": f"{len(devices)} x {devices[0].device_kind} ({devices[0].platform})",
+    }
+
+
+def _version(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return "not installed"
+
+
+def _revision() -> str:
+    """Return the git revision of the source, with "-dirty" when changed; "unknown" outside a checkout."""
+    command = [
+        "git",
+        "-C",
+        str(Path(__file__).parent),
+        "describe",
+        "--always",
+        "--dirty",
+        "--abbrev=40",
+        "--exclude=*",
+    ]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=10).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
+        return "unknown"

@@ -1,0 +1,92 @@
+"""The loss, the optimizer and the jitted train step that all trainers share."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from flax import nnx
+from jaxtyping import Array, Float, Int, PyTree
+
+type Metrics = dict[str, jax.Array]
+type LossFunction = Callable[[Any, PyTree], tuple[jax.Array, Metrics]]
+type TrainStep = Callable[["TrainState", PyTree], tuple["TrainState", Metrics]]
+
+
+class TrainState(NamedTuple):
+    """All that a train step changes: `params` by gradient, `rest` (other variables of the model) as it is."""
+
+    params: PyTree
+    rest: PyTree
+    opt_state: PyTree
+
+
+def adamw(
+    learning_rate: float | optax.Schedule,
+    *,
+    b1: float = 0.9,
+    b2: float = 0.999,
+    eps: float = 1e-8,
+    weight_decay: float = 0.01,
+    clip_norm: float = 1.0,
+    decayed: Callable[[PyTree], PyTree] | None = None,
+) -> optax.GradientTransformation:
+    """Return AdamW behind clipping by the global gradient norm; the defaults are PyTorch's.
+
+    Args:
+        learning_rate: a constant, or a schedule over steps.
+        b1: decay of the mean of the gradients, as in Adam (Kingma & Ba, arXiv 1412.6980).
+        b2: decay of the mean of their squares.
+        eps: added outside the root.
+        weight_decay: decoupled, multiplied by the learning rate (Loshchilov & Hutter, arXiv 1711.05101).
+        clip_norm: gradients of a larger global norm are scaled down to it.
+        decayed: maps the parameters to a tree of booleans, True where weight decay applies; None decays all.
+    """
+    adam = optax.adamw(learning_rate, b1=b1, b2=b2, eps=eps, weight_decay=weight_decay, mask=decayed)
+    return optax.chain(optax.clip_by_global_norm(clip_norm), adam)
+
+
+def cross_entropy(
+    logits: Float[Array, "*B K"], labels: Int[Array, "*B"], weight: Float[Array, "*B"]
+) -> tuple[Float[Array, ""], Metrics]:
+    """Return the weighted mean of −log softmax(logits)[label], in nats and float32, and the accuracy.
+
+    Rows of weight 0 (padding) count for nothing, so a padded batch has the loss and gradient of its real
+    rows.
+    """
+    losses = optax.softmax_cross_entropy_with_integer_labels(logits.astype(jnp.float32), labels)
+    correct = (jnp.argmax(logits, -1) == labels).astype(jnp.float32)
+    total = weight.sum()
+    return (losses * weight).sum() / total, {"accuracy": (correct * weight).sum() / total}
+
+
+def start_training(
+    model: nnx.Module, optimizer: optax.GradientTransformation, loss_function: LossFunction
+) -> tuple[TrainState, TrainStep]:
+    """Return the initial state and the jitted step of training `model`.
+
+    The step maps (state, batch) to (state, metrics): it donates the state it is given, and its metrics are
+    scalars: "loss", "grad_norm" (before clipping), and what the loss function adds.
+
+    Args:
+        model: an NNX module; its `nnx.Param`s are trained. It is not changed.
+        optimizer: gives the updates.
+        loss_function: maps (model, batch) to (scalar loss, dict of scalar metrics).
+    """
+    graph, params, rest = nnx.split(model, nnx.Param, ...)
+
+    def loss_of(params: PyTree, rest: PyTree, batch: PyTree) -> tuple[jax.Array, Metrics]:
+        return loss_function(nnx.merge(graph, params, rest), batch)
+
+    def train_step(state: TrainState, batch: PyTree) -> tuple[TrainState, Metrics]:
+        (loss, metrics), grads = jax.value_and_grad(loss_of, has_aux=True)(state.params, state.rest, batch)
+        with jax.numpy_dtype_promotion("standard"):  # Adam raises a float to the power of an integer count
+            updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
+            params = optax.apply_updates(state.params, updates)
+        metrics = {"loss": loss, "grad_norm": optax.tree.norm(grads), **metrics}
+        return TrainState(params, state.rest, opt_state), metrics
+
+    # The step gives its buffers away, so the state must not share them with the model.
+    state = jax.tree.map(jnp.copy, TrainState(params, rest, optimizer.init(params)))
+    return state, jax.jit(train_step, donate_argnums=0)
