@@ -11,7 +11,7 @@ import pytest
 # Must stand before the first import of the packages: every annotated function is checked from here on.
 jaxtyping.install_import_hook(["eflax", "experiments"], "beartype.beartype")
 
-# Flax's Linear, Conv, Embed and its norms in float32 work under both settings, and so does Orbax. What cannot:
+# Flax's Linear, Conv, Embed and its float32 norms work under both settings, and so does Orbax. What cannot:
 # optax's Adam and its cosine schedules (a float to the power of an integer count), clipping of gradients of
 # several dtypes, and Flax's norms on bfloat16. Code that calls these does it inside
 # `with jax.numpy_dtype_promotion("standard"):`, so that it also serves a user who is as strict.

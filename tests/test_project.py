@@ -14,6 +14,7 @@ from types import ModuleType
 import jax
 import numpy as np
 import pytest
+from budgets import BUDGETS, Budget
 
 import eflax
 
@@ -21,7 +22,7 @@ ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 
-# A part may import parts of its own rank or below. `from eflax import cells` imports eflax.cells, through eflax.
+# A part may import parts of its own rank or below. (`from eflax import cells` counts as eflax.cells.)
 RANKS = {
     "eflax": 0,
     "pallas_kernels": 0,
@@ -75,8 +76,9 @@ def imported_modules(name):
 def public_functions():
     """Every function and method that a user of the public packages calls, by its full name."""
     for package in PUBLIC:
-        module = importlib.import_module(package)
-        for thing in (getattr(module, name) for name in module.__all__):
+        names = vars(importlib.import_module(package))
+        public = names.get("__all__", [name for name in names if not name.startswith("_")])
+        for thing in (names[name] for name in public):
             if inspect.isfunction(thing):
                 yield f"{package}.{thing.__name__}", thing
             elif not isinstance(thing, (dict, ModuleType)):
@@ -107,10 +109,10 @@ def test_imports_point_one_way(name):
 def test_public_functions_are_documented_and_typed(name):
     function = OURS[name]
     assert function.__name__ == "__init__" or inspect.getdoc(function), f"{name} has no docstring"
-    for argument in list(inspect.signature(function).parameters.values()):
-        if argument.name == "self":
-            continue
-        assert argument.annotation is not argument.empty, f"{name}: {argument.name} has no annotation"
+    for argument in inspect.signature(function).parameters.values():
+        untyped = argument.annotation is argument.empty and argument.default is argument.empty
+        named = argument.name != "self" and argument.kind is not argument.VAR_KEYWORD
+        assert not (untyped and named), f"{name}: {argument.name} has no type"
         assert not has_plain_array(argument.annotation), f"{name}: the array {argument.name} has no shape"
 
 
@@ -158,6 +160,11 @@ def test_readme_table_is_the_table_of_cells():
     cells = importlib.import_module("eflax.cells").CELLS
     rows = dict(re.findall(r"^\| `(\w+)` \|.*\| ([\w, ]+) \|$", README, re.MULTILINE))
     assert rows == {name: ", ".join(cell.forms) for name, cell in cells.items()}
+
+
+def test_readme_budgets_are_the_budgets():
+    rows = re.findall(r"^\| (\w+) \| ([\de.-]+) \| ([\de.-]+) \|$", README, re.MULTILINE)
+    assert {name: Budget(float(forward), float(backward)) for name, forward, backward in rows} == BUDGETS
 
 
 def test_readme_tree_is_the_tree():
