@@ -1,0 +1,73 @@
+"""The recurrences, as pure functions on arrays: no parameters, no framework.
+
+    o, final_state = cells.efla(q, k, v, beta)
+    state, o_t = cells.efla.step(state, q_t, k_t, v_t, beta_t)
+
+| cell | update of the state S [K, V] | read-out |
+|---|---|---|
+| `linear_attention(q, k, v)` | S ← S + k vᵀ, z ← z + k | Sᵀq / (zᵀq + eps) |
+| `ssd(q, k, v, g)` | S ← e^g S + k vᵀ | Sᵀq |
+| `delta_rule(q, k, v, beta)` | S ← (I − β k kᵀ) S + β k vᵀ | Sᵀq |
+| `gated_delta_rule(q, k, v, beta, g)` | S ← e^g (I − β k kᵀ) S + β k vᵀ | Sᵀq |
+| `efla(q, k, v, beta)` | S ← (I − α k kᵀ) S + α k vᵀ, α = (1 − e^{−βλ}) / λ, λ = ‖k‖² | Sᵀq |
+| `gated_efla(q, k, v, beta, g)` | S ← e^ℓ (I − a k kᵀ) S + w k vᵀ, (a, w, ℓ) by variant | Sᵀq |
+| `selective_ssm(x, dt, A, B, C)` | h ← e^{dt A} ⊙ h + dt x Bᵀ (h [D, N]) | h C |
+
+**Arrays.** q, k [B, T, H, K]; v, o [B, T, HV, V]; beta, g [B, T, HV]; S [B, HV, K, V]. g is a *log* decay, ≤ 0. HV
+is a multiple of H: value head i uses key head i // (HV / H). Keys and queries are used as given; normalising them is
+the caller's business. Inputs may be bfloat16, float16, float32, float64, also mixed; o has v's dtype, while states,
+coefficients and decay sums are float32, or float64 where any input is.
+
+**Arguments of every cell.**
+- `scale` multiplies q. It is 1 by default (flash-linear-attention's default is K^−½).
+- `initial_state`: zeros if None. It belongs to the document of the first token.
+- `segment_ids` [B, T]: integers that mark packed documents; the state restarts wherever the id changes, and no output
+  or gradient passes a boundary (of finite inputs: a NaN or infinity can spread inside its chunk). `final_state` is
+  the state after the last token.
+- `form`: how to evaluate; all forms agree to rounding. None picks the fastest.
+
+  | form | how | work | memory of the backward pass |
+  |---|---|---|---|
+  | "recurrent" | `lax.scan` over `step` | O(T K V), T steps | T states |
+  | "associative" | `lax.associative_scan` over affine maps | O(T K² (K + V)) with erase | T maps and states |
+  | "parallel" | one masked T × T matrix (a triangular solve with erase) | O(T² (K + V)) | T² |
+  | "chunkwise" | parallel inside chunks, one affine map between them | O(T (C + K) (K + V)) | T / C states |
+- `chunk_size` C of the chunkwise form: changes cost, not results.
+- `q = None` reads nothing out: o is None and only the final state is computed. A last read-out is then
+  `cell.read(final_state, q_last)`.
+
+**Errors.** ValueError or TypeError naming the argument, before anything runs: ranks, sizes, head counts, dtypes,
+g > 0 (where its values are known: not under jit), an unknown variant. `UnsupportedForm`, a ValueError, where a form
+asked for by name does not exist for the cell.
+
+`CELLS` maps names to cells; `cell.arguments` and `cell.forms` say what each takes and how it can be evaluated.
+`affine` is the algebra of state maps that the forms are built from.
+"""
+
+from eflax.cells import affine
+from eflax.cells.checks import UnsupportedForm
+from eflax.cells.delta_rule import delta_rule
+from eflax.cells.efla import efla
+from eflax.cells.gated_delta_rule import gated_delta_rule
+from eflax.cells.gated_efla import gated_efla
+from eflax.cells.linear_attention import linear_attention
+from eflax.cells.selective_ssm import selective_ssm
+from eflax.cells.ssd import ssd
+
+CELLS = {
+    cell.name: cell
+    for cell in (linear_attention, ssd, selective_ssm, delta_rule, gated_delta_rule, efla, gated_efla)
+}
+
+__all__ = [
+    "CELLS",
+    "UnsupportedForm",
+    "affine",
+    "delta_rule",
+    "efla",
+    "gated_delta_rule",
+    "gated_efla",
+    "linear_attention",
+    "selective_ssm",
+    "ssd",
+]

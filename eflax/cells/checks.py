@@ -1,0 +1,83 @@
+"""Argument checks: every message names the argument, what it has, and what it needs."""
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+FLOATS = (jnp.bfloat16, jnp.float16, jnp.float32, jnp.float64)
+
+
+class UnsupportedForm(ValueError):
+    """The form asked for by name does not exist for this cell or cannot serve these inputs."""
+
+
+class Axes:
+    """Binds axis letters to sizes as arrays are checked, so that a mismatch can name both sides."""
+
+    def __init__(self) -> None:
+        self.size: dict[str, int] = {}
+        self._from: dict[str, str] = {}
+
+    def bind(self, name: str, x: Array, axes: str) -> None:
+        """Check that x is a float array with the given axes, e.g. "B T H K"; raises TypeError or ValueError."""
+        if not hasattr(x, "dtype"):
+            raise TypeError(f"{name} must be an array [{axes.replace(' ', ', ')}], not {type(x).__name__}")
+        if x.dtype not in FLOATS:
+            raise TypeError(f"{name} has dtype {x.dtype}; cast it to bfloat16, float16, float32 or float64")
+        self.bind_shape(name, x.shape, axes)
+
+    def bind_shape(self, name: str, shape: tuple[int, ...], axes: str) -> None:
+        letters, wanted = axes.split(), f"[{axes.replace(' ', ', ')}]"
+        if len(shape) != len(letters):
+            raise ValueError(f"{name} has shape {shape}; it needs the {len(letters)} axes {wanted}")
+        for letter, size in zip(letters, shape, strict=True):
+            known = self.size.setdefault(letter, size)
+            source = self._from.setdefault(letter, name)
+            if size != known:
+                raise ValueError(
+                    f"{name} has shape {shape}; it needs {wanted} with {letter} = {known}, as in {source}"
+                )
+
+    def group_heads(self) -> None:
+        """Value heads must be a multiple of key heads, so that each key head serves a whole group."""
+        heads, value_heads = self.size["H"], self.size["HV"]
+        if heads == 0 or value_heads % heads:
+            raise ValueError(f"v has HV = {value_heads} heads, which is not a multiple of k's H = {heads}")
+
+    def bind_segment_ids(self, segment_ids: Array | None) -> None:
+        if segment_ids is None:
+            return
+        if not jnp.issubdtype(segment_ids.dtype, jnp.integer):
+            raise TypeError(
+                f"segment_ids has dtype {segment_ids.dtype}; it needs integers, one document id a token"
+            )
+        self.bind_shape("segment_ids", segment_ids.shape, "B T")
+
+
+def check_not_positive(name: str, x: Array, meaning: str) -> None:
+    """Raise if a concrete array has an entry above 0. Under jit values are unknown and nothing is checked."""
+    if isinstance(x, jax.core.Tracer) or x.size == 0:
+        return
+    top = jnp.max(x)
+    if top > 0:  # NaN compares false: NaN in, NaN out
+        raise ValueError(f"{name} has the value {float(top):g} > 0; {meaning}")
+
+
+def check_count(name: str, value: int) -> None:
+    """Raise unless value is an integer ≥ 1."""
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise ValueError(f"{name} is {value!r}; it needs an integer of at least 1")
+
+
+def choose_form(cell: str, form: str | None, forms: tuple[str, ...], time: int) -> str:
+    """The form that was asked for, or the fastest one: short sequences step by step, others in chunks."""
+    if form is None:
+        return "recurrent" if time < SHORT else "chunkwise"
+    if form not in forms:
+        raise UnsupportedForm(
+            f"form={form!r} does not exist for {cell}; it has {', '.join(forms)} (None picks)"
+        )
+    return form
+
+
+SHORT = 8  # tokens, under which a chunk's triangular inverse costs more than stepping

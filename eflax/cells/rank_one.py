@@ -1,0 +1,150 @@
+"""What the cells of the linear-attention and DeltaNet family share: everything but their coefficients."""
+
+from abc import ABC, abstractmethod
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jaxtyping import Float
+
+from eflax.cells import checks, shapes
+from eflax.cells.forms import EDIT_FORMS, Coefficients, Edits, edit_state, read_state, restarts
+from eflax.cells.numerics import matmul_precision, state_dtype
+
+DECAY = "g is a log-decay and must be <= 0, so that e^g is in (0, 1]"
+
+
+class RankOneCell(ABC):
+    """A cell of S ← e^g (I − a k kᵀ) S + w k vᵀ, o = Sᵀ (scale · q).
+
+    A subclass names its gates and maps them to (a, w, g); its `__call__` and `step` only spell out the signature.
+    """
+
+    name: str
+    gates: tuple[str, ...] = ()
+    forms = tuple(EDIT_FORMS)
+
+    @property
+    def arguments(self) -> tuple[str, ...]:
+        """The names of the array arguments, in order."""
+        return ("q", "k", "v", *self.gates)
+
+    @abstractmethod
+    def coefficients(
+        self, k: Float[Array, "*axes K"], *gates: Float[Array, "*axes"], **options
+    ) -> Coefficients:
+        """(erase, write, log-decay) of each token, from keys and gates in the state's dtype."""
+
+    def init_state(
+        self, batch_size: int, num_heads: int, key_dim: int, value_dim: int, dtype: jnp.dtype = jnp.float32
+    ) -> shapes.States:
+        """The empty memory: zeros [B, HV, K, V]."""
+        return jnp.zeros((batch_size, num_heads, key_dim, value_dim), dtype)
+
+    def read(
+        self, state: shapes.States, q_t: shapes.TokenQuery, scale: shapes.Scale = 1.0
+    ) -> shapes.TokenValue:
+        """The read-out Sᵀ (scale · q) of one token, in the state's dtype. [B, HV, K, V], [B, H, K] → [B, HV, V]."""
+        return self._read(state, q_t, scale)
+
+    # What a cell that stores or reads more than the matrix S overrides (linear attention: its normaliser).
+
+    def _check_state(self, axes: checks.Axes, name: str, state) -> None:
+        axes.bind(name, state, "B HV K V")
+
+    def _to_matrix(self, state) -> Array:
+        return state
+
+    def _from_matrix(self, matrix: Array):
+        return matrix
+
+    def _values(self, v: Array) -> Array:
+        return v
+
+    def _answer(self, o: Array, **options) -> Array:
+        del options
+        return o
+
+    # The three entry points behind the subclasses' signatures.
+
+    def _evaluate(self, q, k, v, gates, scale, initial_state, segment_ids, form, chunk_size, **options):
+        """Check everything, then run the chosen form as one compiled function."""
+        axes = self._check_inputs(q, k, v, gates, "B T", "")
+        axes.bind_segment_ids(segment_ids)
+        if initial_state is not None:
+            self._check_state(axes, "initial_state", initial_state)
+        checks.check_count("chunk_size", chunk_size)
+        form = checks.choose_form(self.name, form, self.forms, axes.size["T"])
+        options = tuple(options.items())
+        return _run(self, q, k, v, gates, scale, initial_state, segment_ids, form, chunk_size, options)
+
+    def _step(self, state, q_t, k_t, v_t, gates_t, scale, **options):
+        axes = self._check_inputs(q_t, k_t, v_t, gates_t, "B", "_t")
+        self._check_state(axes, "state", state)
+        matrix = self._to_matrix(state)
+        dtype = state_dtype(q_t, k_t, v_t, *gates_t, matrix)
+        edit = _edits(self, q_t, k_t, v_t, gates_t, scale, None, dtype, options)
+        matrix = edit_state(matrix.astype(dtype), edit)
+        o_t = self._answer(read_state(matrix, edit.q, matmul_precision(q_t, k_t, v_t)), **options)
+        return self._from_matrix(matrix), o_t.astype(v_t.dtype)
+
+    def _read(self, state, q_t, scale, **options):
+        axes = checks.Axes()
+        self._check_state(axes, "state", state)
+        axes.bind("q_t", q_t, "B H K")
+        axes.group_heads()
+        matrix = self._to_matrix(state)
+        q_t = _share_heads(q_t.astype(matrix.dtype) * _scalar(scale, matrix.dtype), axes.size["HV"])
+        return self._answer(read_state(matrix, q_t, matmul_precision(matrix)), **options)
+
+    def _check_inputs(self, q, k, v, gates, leading: str, suffix: str) -> checks.Axes:
+        axes = checks.Axes()
+        axes.bind(f"k{suffix}", k, f"{leading} H K")
+        if q is not None:
+            axes.bind(f"q{suffix}", q, f"{leading} H K")
+        axes.bind(f"v{suffix}", v, f"{leading} HV V")
+        axes.group_heads()
+        for name, x in zip(self.gates, gates, strict=True):
+            axes.bind(f"{name}{suffix}", x, f"{leading} HV")
+            if name == "g":
+                checks.check_not_positive(f"g{suffix}", x, DECAY)
+        return axes
+
+
+@partial(jax.jit, static_argnums=(0, 8, 9, 10))
+def _run(cell, q, k, v, gates, scale, initial_state, segment_ids, form, chunk_size, options):
+    """Compiled as a whole, so that direct calls compile once per shape and never retrace a scan."""
+    if initial_state is None:
+        initial_state = cell.init_state(k.shape[0], v.shape[2], k.shape[3], v.shape[3])
+    matrix = cell._to_matrix(initial_state)
+    dtype = state_dtype(q, k, v, *gates, matrix)
+    matrix = matrix.astype(dtype)
+    if k.shape[1] == 0:
+        return None if q is None else v, cell._from_matrix(matrix)
+    restart = None if segment_ids is None else restarts(segment_ids)
+    edits = _edits(cell, q, k, v, gates, scale, restart, dtype, dict(options))
+    precision = matmul_precision(q, k, v)
+    o, matrix = EDIT_FORMS[form](edits, matrix, chunk_size=chunk_size, precision=precision)
+    o = None if o is None else cell._answer(o, **dict(options)).astype(v.dtype)
+    return o, cell._from_matrix(matrix)
+
+
+def _edits(cell, q, k, v, gates, scale, restart, dtype, options) -> Edits:
+    """Inputs in the state's dtype; coefficients from the same rounded keys that the recurrence uses."""
+    heads = v.shape[-2]
+    k = _share_heads(k.astype(dtype), heads)
+    if q is not None:
+        q = _share_heads(q.astype(dtype) * _scalar(scale, dtype), heads)
+    coefficients = cell.coefficients(k, *(x.astype(dtype) for x in gates), **options)
+    return Edits(q, k, cell._values(v.astype(dtype)), *coefficients, restart)
+
+
+def _share_heads(x: Array, heads: int) -> Array:
+    """Repeat each key head for its group of value heads; in the state's dtype, so that gradients sum in it."""
+    group = heads // x.shape[-2]
+    return x if group == 1 else jnp.repeat(x, group, axis=-2)
+
+
+def _scalar(scale: shapes.Scale, dtype: jnp.dtype) -> Array:
+    return jnp.asarray(scale).astype(dtype)
