@@ -149,6 +149,7 @@ def test_readme_command_is_one_line_and_is_what_ci_runs(name):
     assert f"readme_command {name}" in (ROOT / ".ci" / "run").read_text()
 
 
+@pytest.mark.newest_jax
 def test_readme_examples_run():
     blocks = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
     assert blocks
