@@ -1,0 +1,206 @@
+"""Mixers of queries, keys and values: linear attention, DeltaNet, EFLA and their gated forms.
+
+They are one layer, as DeltaNet and Gated DeltaNet in flash-linear-attention,
+
+    [q, k, v] = silu(convolution(projection(x)))          no biases, kernel 4
+    q = query_map(q) / sqrt(K),  k = key_map(k)           the feature maps of the class
+    beta = sigmoid(projection(x)),  g = decay gate(x)     where the cell has them, float32
+    y = projection(RMSNorm per head(cell(q, k, v, ...)) · silu(gate(x)))
+
+and a class says which cell, which feature maps, and whether there is the output gate.
+"""
+
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float
+
+from eflax import cells
+from eflax.layers.mixer import RecurrentMixer
+from eflax.layers.parts import DecayGate, RMSNorm, ShortConvolution, elu_plus_one, l2_normalize, linear
+from eflax.layers.state import check_divides
+
+
+def identity(x: Array) -> Array:
+    """Return x."""
+    return x
+
+
+class HeadMixer(RecurrentMixer):
+    """The layer of this module; see the subclasses.
+
+    Args:
+        width: D, the width of x and y.
+        num_heads: heads H of queries and keys.
+        num_value_heads: heads HV of values, a multiple of H; H by default. Value heads share a key head.
+        head_dim: K, the size of keys and queries; width / num_heads by default.
+        expand_v: the size of values is V = expand_v · K; None is the default of the class.
+        allow_negative_eigenvalues: beta in (0, 2) instead of (0, 1): delta-rule cells may flip a direction.
+        variant: the form of the cell, of GatedEFLA only: "published", "log_rate" or "decay_first".
+        norm_epsilon: added to the mean square of a head's output. Read-outs at the start have an RMS around
+            1e-2 and less (a unit query / sqrt(K)), so 1e-5 and more would damp them.
+        kernel_size: tokens under the short convolution.
+        form: the form of the cell, None for the fastest that serves.
+        chunk_size: tokens in a chunk, for the chunkwise forms.
+        dtype: of matrix products and activations. Gates, norms and states are float32 always.
+        param_dtype: of the projections and the convolution.
+        rngs: the source of initial parameters.
+    """
+
+    query_map: ClassVar[Callable[[Array], Array]] = staticmethod(l2_normalize)
+    key_map: ClassVar[Callable[[Array], Array]] = staticmethod(l2_normalize)
+    convolves: ClassVar[bool] = True
+    convolution_bias: ClassVar[bool] = False
+    decay_rate: ClassVar[tuple[float, float]] = (0.0, 16.0)  # the range of A at the start
+    output_gate: ClassVar[bool] = False
+    default_expand_v: ClassVar[float] = 1.0
+    negative_eigenvalues: ClassVar[bool] = False  # whether the cell can have them
+    variants: ClassVar[tuple[str, ...]] = ()  # of the cell, the default first
+
+    def __init__(
+        self,
+        width: int,
+        num_heads: int,
+        *,
+        num_value_heads: int | None = None,
+        head_dim: int | None = None,
+        expand_v: float | None = None,
+        allow_negative_eigenvalues: bool = False,
+        variant: str | None = None,
+        norm_epsilon: float = 1e-6,
+        kernel_size: int = 4,
+        form: str | None = None,
+        chunk_size: int = 64,
+        dtype=jnp.float32,
+        param_dtype=jnp.float32,
+        rngs: nnx.Rngs,
+    ):
+        self.check_options(allow_negative_eigenvalues, variant)
+        self.width, self.num_heads, self.num_value_heads = width, num_heads, num_value_heads or num_heads
+        check_divides("num_value_heads", self.num_value_heads, "num_heads", num_heads)
+        self.key_dim = head_dim or check_divides("width", width, "num_heads", num_heads)
+        expand_v = self.default_expand_v if expand_v is None else expand_v
+        self.value_dim = round(self.key_dim * expand_v)
+        self.max_beta = 2.0 if allow_negative_eigenvalues else 1.0
+        self.variant = variant or next(iter(self.variants), None)
+        self.form, self.chunk_size, self.dtype = form, chunk_size, dtype
+
+        keys, values = self.num_heads * self.key_dim, self.num_value_heads * self.value_dim
+        options: dict[str, Any] = {"dtype": dtype, "param_dtype": param_dtype, "rngs": rngs}
+        self.projection = linear(width, 2 * keys + values, **options)
+        self.convolution = (
+            ShortConvolution(
+                2 * keys + values,
+                kernel_size,
+                use_bias=self.convolution_bias,
+                param_dtype=param_dtype,
+                rngs=rngs,
+            )
+            if self.convolves
+            else None
+        )
+        if "beta" in self.cell.arguments:
+            self.beta = linear(width, self.num_value_heads, preferred_element_type=jnp.float32, **options)
+        if "g" in self.cell.arguments:
+            self.decay = DecayGate(width, self.num_value_heads, rate=self.decay_rate, **options)
+        if self.output_gate:
+            self.gate = linear(width, values, **options)
+        self.norm = RMSNorm(self.value_dim, norm_epsilon, rngs=rngs)
+        self.out = linear(values, width, **options)
+
+    def check_options(self, allow_negative_eigenvalues: bool, variant: str | None) -> None:
+        """Raise ValueError for an option that the cell of the class does not have."""
+        name = type(self).__name__
+        if allow_negative_eigenvalues and not self.negative_eigenvalues:
+            raise ValueError(f"allow_negative_eigenvalues=True: {name} has none; DeltaNet's may be negative")
+        if variant is not None and variant not in self.variants:
+            raise ValueError(f"variant={variant!r}: {name} has {self.variants or 'no variants'}")
+
+    def init_recurrent(self, batch_size: int) -> Array | tuple[Array, ...]:
+        """Return the initial state of the cell, [B, HV, K, V] float32."""
+        return self.cell.init_state(batch_size, self.num_value_heads, self.key_dim, self.value_dim)
+
+    def stream(self, x: Float[Array, "B T D"]) -> Float[Array, "B T S"]:
+        """Project x to q, k and v side by side."""
+        return self.projection(x)
+
+    def split(self, stream: Float[Array, "B T S"]) -> tuple[Array, Array, Array]:
+        """Part the stream into q, k [B, T, H, K] and v [B, T, HV, V]."""
+        keys = self.num_heads * self.key_dim
+        q, k, v = jnp.split(stream, (keys, 2 * keys), axis=-1)
+        lead = stream.shape[:2]
+        q, k = (x.reshape(*lead, -1, self.key_dim) for x in (q, k))
+        return q, k, v.reshape(*lead, -1, self.value_dim)
+
+    def arguments(self, x: Float[Array, "B T D"], stream: Float[Array, "B T S"]) -> dict[str, Array]:
+        """Return q, k, v, and beta and g where the cell has them."""
+        q, k, v = self.split(stream)
+        arguments = {"q": self.query_map(q), "k": self.key_map(k), "v": v}
+        if "beta" in self.cell.arguments:
+            arguments["beta"] = self.max_beta * jax.nn.sigmoid(self.beta(x))
+        if "g" in self.cell.arguments:
+            arguments["g"], _ = self.decay(x)
+        return arguments
+
+    def cell_options(self) -> dict[str, Any]:
+        """Return the scale of the queries, K^-0.5, and the variant of the cell if it has any."""
+        scale = {"scale": self.key_dim**-0.5}
+        return scale | {"variant": self.variant} if self.variants else scale
+
+    def output(
+        self, x: Float[Array, "B T D"], stream: Float[Array, "B T S"], o: Float[Array, "B T HV V"]
+    ) -> Float[Array, "B T D"]:
+        """Normalise each head, gate, and project back to the width."""
+        y = self.norm(o).reshape(*o.shape[:2], -1)
+        if self.output_gate:
+            y = y * jax.nn.silu(self.gate(x))
+        return self.out(y)
+
+
+class LinearAttention(HeadMixer):
+    """Linear attention with the features elu + 1 and a normalised read-out; no convolution."""
+
+    cell = cells.linear_attention
+    query_map = key_map = staticmethod(elu_plus_one)
+    convolves = False
+
+
+class DeltaNet(HeadMixer):
+    """DeltaNet: unit keys, beta in (0, 1) or, with negative eigenvalues, (0, 2)."""
+
+    cell = cells.delta_rule
+    negative_eigenvalues = True
+
+
+class EFLA(HeadMixer):
+    """EFLA: DeltaNet with the exact flow of its ODE, for which the keys stay raw; queries are unit vectors.
+
+    The length of a key is the strength of its edit (λ = |k|²), so normalising keys would leave a re-labelled
+    DeltaNet. Queries are normalised because the read-out of a raw query at the start is ten times smaller and
+    would fall below the epsilon of the norm. See ``fan_in_uniform`` for λ at the start.
+    """
+
+    cell = cells.efla
+    key_map = staticmethod(identity)
+
+
+class GatedDeltaNet(HeadMixer):
+    """Gated DeltaNet: DeltaNet with a decay per value head and an output gate, V = 2K by default."""
+
+    cell = cells.gated_delta_rule
+    output_gate = True
+    default_expand_v = 2.0
+    negative_eigenvalues = True
+
+
+class GatedEFLA(HeadMixer):
+    """Gated EFLA: Gated DeltaNet with the exact flow of its ODE and raw keys, as EFLA."""
+
+    cell = cells.gated_efla
+    key_map = staticmethod(identity)
+    output_gate = True
+    default_expand_v = 2.0
+    variants = ("published", "log_rate", "decay_first")

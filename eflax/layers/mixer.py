@@ -1,0 +1,92 @@
+"""The frame of every recurrent token mixer: checks, state, documents, short convolution, cell."""
+
+from typing import Any, ClassVar
+
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float, Int
+
+from eflax.layers.parts import ShortConvolution
+from eflax.layers.state import MixerState, check_call, number_documents, restart
+
+
+class RecurrentMixer(nnx.Module):
+    """A token mixer around one cell, ``layer(x, state=None, segment_ids=None) -> (y, state)``.
+
+    The frame carries the state from call to call and restarts it where a new document starts. A subclass sets
+    the attributes below and says how x becomes the stream that the convolution and the cell work on
+    (``stream``), what the cell takes from it (``arguments``) and how its outputs become y (``output``).
+    """
+
+    cell: ClassVar[Any]
+
+    width: int
+    stream_width: int
+    convolution: ShortConvolution | None
+    form: str | None
+    chunk_size: int
+    dtype: Any
+
+    def stream(self, x: Float[Array, "B T D"]) -> Float[Array, "B T S"]:
+        """Project x to the channels of the short convolution."""
+        raise NotImplementedError
+
+    def arguments(self, x: Float[Array, "B T D"], stream: Float[Array, "B T S"]) -> dict[str, Array]:
+        """Return the arguments of the cell by name; ``stream`` comes out of the convolution."""
+        raise NotImplementedError
+
+    def output(
+        self, x: Float[Array, "B T D"], stream: Float[Array, "B T S"], o: Float[Array, "B T *V"]
+    ) -> Float[Array, "B T D"]:
+        """Turn the outputs o of the cell into those of the layer."""
+        raise NotImplementedError
+
+    def cell_options(self) -> dict[str, Any]:
+        """Return further keyword arguments of the cell."""
+        return {}
+
+    def init_recurrent(self, batch_size: int) -> Array | tuple[Array, ...]:
+        """Return the initial state of the cell."""
+        raise NotImplementedError
+
+    def init_state(self, batch_size: int) -> MixerState:
+        """Return the state before the first token: zeros."""
+        tail = None if self.convolution is None else self.convolution.init_tail(batch_size, self.dtype)
+        return MixerState(self.init_recurrent(batch_size), tail, jnp.zeros(batch_size, jnp.int32))
+
+    def __call__(
+        self,
+        x: Float[Array, "B T D"],
+        state: MixerState | None = None,
+        segment_ids: Int[Array, "B T"] | None = None,
+    ) -> tuple[Float[Array, "B T D"], MixerState]:
+        """Mix the tokens of x.
+
+        Args:
+            x: the input, any T ≥ 0; it is rounded to the compute dtype of the layer.
+            state: what an earlier call returned, to continue from there; None starts from zero.
+            segment_ids: the document of each token; nothing passes from one to the next. None: one document,
+                that of ``state``.
+
+        Returns:
+            The output, in the compute dtype, and the state after the last token.
+        """
+        check_call(x, self.width, None if state is None else state.segment, segment_ids)
+        if state is None:
+            state = self.init_state(x.shape[0])
+        x = x.astype(self.dtype)
+        if x.shape[1] == 0:
+            return x, state
+        documents, segment = number_documents(state.segment, segment_ids)
+        stream, tail = self.stream(x), None
+        if self.convolution is not None:
+            stream, tail = self.convolution(stream, state.tail, documents)
+        o, recurrent = self.cell(
+            **self.arguments(x, stream),
+            **self.cell_options(),
+            initial_state=restart(state.recurrent, documents),
+            segment_ids=documents,
+            form=self.form,
+            chunk_size=self.chunk_size,
+        )
+        return self.output(x, stream, o), MixerState(recurrent, tail, segment)

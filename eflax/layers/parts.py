@@ -1,0 +1,172 @@
+"""The parts that the token mixers share: initialisers, feature maps, norm, short convolution, decay gate.
+
+Precision, whatever the compute dtype: norms, gates, decays and the sum of the convolution are computed in
+float32, and the parameters ``A_log``, ``dt_bias``, ``D`` and the norm scales are float32. Only the matrix
+products and the activations between them use the compute dtype.
+"""
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float, Int
+
+# PyTorch's default for linear layers and convolutions, uniform ±1/sqrt(fan_in), as in the code that the
+# layers follow. For EFLA it is more than taste: keys are raw, so it decides λ = |k|² at the start. With the
+# convolution kernels uniform ±1/2, λ ≈ 4.5 for K = 128 and unit input, and βλ ≈ 2 is near the maximum of the
+# write amplitude (at 1.26). With N(0, 0.02²) kernels λ ≈ 0.02: EFLA would start as plain linear attention.
+fan_in_uniform = jax.nn.initializers.variance_scaling(1 / 3, "fan_in", "uniform")
+
+NOT_DECAYED = frozenset({"A_log", "D", "bias", "dt_bias", "scale"})
+
+
+def no_weight_decay(path: Iterable[Any]) -> bool:
+    """Whether the parameter at ``path`` is exempt from weight decay: norm scales, A_log, dt_bias, D, biases.
+
+    Args:
+        path: the keys from the model to the parameter: names, or the key objects of ``jax.tree_util``.
+    """
+    return any(getattr(part, "key", getattr(part, "name", part)) in NOT_DECAYED for part in path)
+
+
+def linear(inputs: int, outputs: int, *, dtype, param_dtype, rngs: nnx.Rngs, **options) -> nnx.Linear:
+    """Make a linear layer without bias, initialised uniform ±1/sqrt(inputs)."""
+    options = {"use_bias": False, "kernel_init": fan_in_uniform} | options
+    return nnx.Linear(inputs, outputs, dtype=dtype, param_dtype=param_dtype, rngs=rngs, **options)
+
+
+def l2_normalize(x: Float[Array, "... K"], epsilon: float = 1e-6) -> Float[Array, "... K"]:
+    """Return x / sqrt(Σx² + epsilon) over the last axis, in float32 and rounded back to the dtype of x.
+
+    The gradient is finite at zero: x = 0 gives 0 with the derivative 1/sqrt(epsilon).
+    """
+    y = x.astype(jnp.float32)
+    return (y * jax.lax.rsqrt(jnp.sum(y * y, axis=-1, keepdims=True) + epsilon)).astype(x.dtype)
+
+
+def elu_plus_one(x: Float[Array, "..."]) -> Float[Array, "..."]:
+    """Return elu(x) + 1 > 0, by exp(x) where x < 0: (exp(x) - 1) + 1 would lose it in low precision."""
+    # The minimum keeps the branch that is not taken finite, and so its gradient.
+    return jnp.where(x < 0, jnp.exp(jnp.minimum(x, 0)), x + 1)
+
+
+class RMSNorm(nnx.RMSNorm):
+    """x / sqrt(mean(x²) + epsilon) · scale over the last axis, in float32, rounded back to the dtype of x."""
+
+    def __init__(self, width: int, epsilon: float = 1e-6, *, rngs: nnx.Rngs):
+        super().__init__(width, epsilon=epsilon, dtype=jnp.float32, param_dtype=jnp.float32, rngs=rngs)
+
+    def __call__(self, x: Float[Array, "... D"]) -> Float[Array, "... D"]:
+        """Normalise the last axis."""
+        return super().__call__(x).astype(x.dtype)
+
+
+class ShortConvolution(nnx.Module):
+    """Causal depthwise convolution over the last ``kernel_size`` tokens of the same document, then SiLU.
+
+    y_t = silu(Σ_j kernel[j] · x_{t - (kernel_size-1) + j} (+ bias)), where a token of another document counts
+    as zero. Each channel has its own kernel, initialised uniform ±1/sqrt(kernel_size).
+    """
+
+    def __init__(
+        self,
+        width: int,
+        kernel_size: int = 4,
+        *,
+        use_bias: bool = False,
+        param_dtype=jnp.float32,
+        rngs: nnx.Rngs,
+    ):
+        self.kernel = nnx.Param(fan_in_uniform(rngs.params(), (kernel_size, width), param_dtype))
+        self.bias = nnx.Param(jnp.zeros(width, param_dtype)) if use_bias else None
+
+    def init_tail(self, batch_size: int, dtype) -> Float[Array, "B W D"]:
+        """Return the inputs before the first token: zeros, W = kernel_size - 1."""
+        taps, width = self.kernel.shape
+        return jnp.zeros((batch_size, taps - 1, width), dtype)
+
+    def __call__(
+        self,
+        x: Float[Array, "B T D"],
+        tail: Float[Array, "B W D"],
+        documents: Int[Array, "B T"] | None = None,
+    ) -> tuple[Float[Array, "B T D"], Float[Array, "B W D"]]:
+        """Convolve x, preceded by ``tail``.
+
+        Args:
+            x: the inputs, T ≥ 1.
+            tail: the last W = kernel_size - 1 inputs before x, all of the document of number 0.
+            documents: the number of each token's document, or None where all continue that of the tail.
+
+        Returns:
+            The outputs, and the tail of the next call, in which inputs of earlier documents are zero.
+        """
+        length, past = x.shape[1], tail.shape[1]
+        inputs = jnp.concatenate([tail.astype(x.dtype), x], axis=1)
+        taps = [inputs[:, j : j + length] for j in range(past + 1)]
+        next_tail = inputs[:, length:]
+        if documents is not None:
+            numbers = jnp.pad(documents, ((0, 0), (past, 0)))
+            same = [numbers[:, j : j + length] == documents for j in range(past + 1)]
+            taps = [jnp.where(m[..., None], tap, 0) for m, tap in zip(same, taps, strict=True)]
+            next_tail = jnp.where((numbers[:, length:] == numbers[:, -1:])[..., None], next_tail, 0)
+        kernel = self.kernel[...].astype(jnp.float32)
+        y = sum(tap.astype(jnp.float32) * kernel[j][None, None] for j, tap in enumerate(taps))
+        if self.bias is not None:
+            y = y + self.bias[...].astype(jnp.float32)[None, None]
+        return jax.nn.silu(jnp.asarray(y)).astype(x.dtype), next_tail
+
+
+def inverse_softplus_uniform(low: float, high: float) -> Callable[..., Array]:
+    """Return an initialiser of b with softplus(b) log-uniform in [low, high]."""
+
+    def init(key, shape, dtype=jnp.float32):
+        dt = jnp.exp(jax.random.uniform(key, shape, dtype, jnp.log(low), jnp.log(high)))
+        return dt + jnp.log(-jnp.expm1(-dt))  # log(e^dt - 1), exact for small dt
+
+    return init
+
+
+def log_entries(channels: int, state_dim: int) -> Float[Array, "D N"]:
+    """Return Mamba's initial A_log: log(1 … N) for each channel."""
+    return jnp.tile(jnp.log(jnp.arange(1, state_dim + 1, dtype=jnp.float32)), (channels, 1))
+
+
+class DecayGate(nnx.Module):
+    """The log decay per head g = -exp(A_log) · dt with dt = softplus(projection(x) + dt_bias), in float32.
+
+    A = exp(A_log) starts uniform in the range ``rate``, softplus(dt_bias) log-uniform in the range ``step``.
+    """
+
+    def __init__(
+        self,
+        width: int,
+        num_heads: int,
+        *,
+        rate: tuple[float, float] = (0.0, 16.0),
+        step: tuple[float, float] = (1e-3, 0.1),
+        dtype=jnp.float32,
+        param_dtype=jnp.float32,
+        rngs: nnx.Rngs,
+    ):
+        low, high = rate
+        # The draw from [0, 1) is turned round to (low, high], so that the logarithm exists where low = 0.
+        draw = jax.random.uniform(rngs.params(), (num_heads,), jnp.float32)
+        self.A_log = nnx.Param(jnp.log(high - (high - low) * draw))
+        self.dt_bias = nnx.Param(inverse_softplus_uniform(*step)(rngs.params(), (num_heads,)))
+        self.projection = linear(
+            width,
+            num_heads,
+            dtype=dtype,
+            param_dtype=param_dtype,
+            preferred_element_type=jnp.float32,
+            rngs=rngs,
+        )
+
+    def __call__(self, x: Float[Array, "*B D"]) -> tuple[Float[Array, "*B H"], Float[Array, "*B H"]]:
+        """Return the log decay g ≤ 0 and the step dt > 0, both float32."""
+        lead = (1,) * (x.ndim - 1)
+        dt = jax.nn.softplus(self.projection(x) + self.dt_bias[...].reshape(*lead, -1))
+        return -jnp.exp(self.A_log[...]).reshape(*lead, -1) * dt, dt
