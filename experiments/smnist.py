@@ -1,0 +1,182 @@
+"""Sequential MNIST: train classifiers over pixel sequences, then perturb their inputs (EFLA paper, 4.3 and 4.4).
+
+`python -m experiments.smnist` needs no flag and no network; `--help` tells the rest.
+"""
+
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import tyro
+from flax import nnx
+from jaxtyping import Array, Float, PyTree
+from rich.console import Console
+
+from eflax.data import DataError, ImageSet, image_batches, load_images
+from eflax.evaluation import FAMILIES, count_correct
+from eflax.models import SequenceClassifier
+from eflax.progress import Progress
+from eflax.training import (
+    CheckpointError,
+    Diverged,
+    Interrupted,
+    RunFolder,
+    RunFolderError,
+    StopRequest,
+    Trainer,
+    TrainState,
+    adamw,
+    cross_entropy,
+    read_config,
+    start_training,
+)
+from experiments.smnist_flags import Arm, FlagError, Flags, Plan, from_config, make_plan, to_config
+from experiments.smnist_report import write_report
+
+
+def main(args: Sequence[str] | None = None) -> int:
+    """Run the experiment; `args` are the command-line flags. Returns the exit code."""
+    console = Console(highlight=False)
+    out = Path()
+    try:
+        flags = parse_flags(args)
+        out = flags.resume or flags.out or Path("runs") / time.strftime("smnist-%Y%m%d-%H%M%S")
+        return run(flags, out, console)
+    except Interrupted as interrupted:
+        console.print(f"\n{interrupted}; continue with: python -m experiments.smnist --resume {out}")
+        return interrupted.exit_code
+    except KeyboardInterrupt:  # before the run began, or a second time while it was stopping
+        console.print(
+            f"\nstopped at once; if {out} holds a run, --resume {out} continues from its last checkpoint"
+        )
+        return 130
+    except (FlagError, DataError, RunFolderError, CheckpointError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+
+
+def parse_flags(args: Sequence[str] | None = None) -> Flags:
+    """Return the flags of the command line; with --resume, those of the run that it continues, changed by it.
+
+    Raises:
+        FlagError: --resume and --out were both given.
+        RunFolderError: the folder to resume holds no run.
+    """
+    flags = tyro.cli(Flags, args=args, prog="python -m experiments.smnist")
+    if flags.resume is None:
+        return flags
+    if flags.out is not None:
+        raise FlagError(f"--out {flags.out}: a resumed run goes on in its own folder; leave --out out")
+    saved = replace(from_config(read_config(flags.resume)), resume=flags.resume)
+    return tyro.cli(Flags, args=args, default=saved, prog="python -m experiments.smnist")
+
+
+def run(flags: Flags, out: Path, console: Console) -> int:
+    """Train and evaluate all that the flags ask for, as far as it is not done, and write the report."""
+    plan = make_plan(flags)
+    check_cells(flags, plan)
+    data = load_images(plan.dataset, flags.data_dir)
+    if plan.batch_size > len(data.x_train):
+        raise FlagError(f"--batch-size {plan.batch_size}: there are only {len(data.x_train)} training images")
+    config = to_config(flags, plan, data.fingerprint())
+    with RunFolder(out, config, resume=flags.resume is not None) as folder, StopRequest() as stop:
+        console.print(f"{len(plan.arms)} trainings of {plan.steps} steps on {plan.dataset}; results in {out}")
+        trainer = Trainer(folder, stop, plan.steps, checkpoint_every=flags.checkpoint_every)
+        diverged = [error for arm in plan.arms if (error := run_arm(arm, flags, plan, data, trainer))]
+        write_report(folder, plan, console)
+        console.print(f"Figures, tables, metrics and checkpoints: {out}")
+    for error in diverged:
+        print(f"error: {error}", file=sys.stderr)
+    return 1 if diverged else 0
+
+
+def check_cells(flags: Flags, plan: Plan) -> None:
+    """Trace every model on an abstract image, so that what cannot run is told before anything does."""
+    for arm in {arm.variant: arm for arm in plan.arms}.values():
+        try:
+            build = partial(build_model, arm, flags)
+            jax.eval_shape(lambda build=build: build()(jnp.zeros((1, 784), jnp.float32)))
+        except ValueError as error:
+            raise FlagError(f"--cell {arm.variant}: {error}") from error
+
+
+def build_model(arm: Arm, flags: Flags) -> SequenceClassifier:
+    """Return the classifier of one training, at its initial parameters."""
+    options = {"form": flags.form, "chunk_size": flags.chunk_size}
+    return SequenceClassifier(
+        cell=arm.cell, normalize_keys=arm.normalize_keys, rngs=nnx.Rngs(arm.seed), **options
+    )
+
+
+def run_arm(arm: Arm, flags: Flags, plan: Plan, data: ImageSet, trainer: Trainer) -> str | None:
+    """Do what is left of one training and its evaluation; returns what went wrong if it diverged."""
+    records = [record for record in trainer.folder.records() if record["run"] == arm.name]
+    for record in records:
+        if "diverged" in record:
+            return record["diverged"]
+    done = {(record["family"], record["strength"]) for record in records if "family" in record}
+    points = [(name, i) for name, spec in FAMILIES.items() for i in range(len(spec.strengths))]
+    left = [(name, i) for name, i in points if (name, FAMILIES[name].strengths[i]) not in done]
+    if not left:
+        return None
+    model = build_model(arm, flags)
+    state, train_step = start_training(model, adamw(arm.lr), loss_function)
+    batches = image_batches(data.x_train, data.y_train, plan.batch_size, arm.seed)
+    try:
+        state = trainer.train(arm.name, state, train_step, batches)
+    except Diverged as error:
+        message = f"{arm.name} {error}"
+        trainer.folder.append([{"run": arm.name, "step": plan.steps, "diverged": message}])
+        return message
+    evaluate(arm, predictor(model, state), plan, data, left, trainer)
+    return None
+
+
+def loss_function(
+    model: SequenceClassifier, batch: dict[str, Array]
+) -> tuple[Float[Array, ""], dict[str, Array]]:
+    """Return the cross-entropy of a batch of `image_batches`, and its accuracy."""
+    logits = model(batch["pixels"].astype(jnp.float32) / 255)
+    return cross_entropy(logits, batch["label"], batch["weight"])
+
+
+def predictor(
+    model: SequenceClassifier, state: TrainState
+) -> Callable[[Float[Array, "B T"]], Float[Array, "B K"]]:
+    """Return the trained model as a compiled function of pixels."""
+    graph = nnx.graphdef(model)
+
+    def predict(params: PyTree, rest: PyTree, pixels: Float[Array, "B T"]) -> Float[Array, "B K"]:
+        return nnx.merge(graph, params, rest)(pixels)
+
+    return partial(jax.jit(predict), state.params, state.rest)
+
+
+def evaluate(
+    arm: Arm,
+    predict: Callable[[Float[Array, "B T"]], Float[Array, "B K"]],
+    plan: Plan,
+    data: ImageSet,
+    points: list[tuple[str, int]],
+    trainer: Trainer,
+) -> None:
+    """Leave a record of the accuracy at each point (family, index of its strength); stops between two."""
+    images = data.x_test[: plan.eval_limit].reshape(-1, data.x_test[0].size)
+    labels = data.y_test[: plan.eval_limit]
+    with Progress(f"evaluate {arm.name}", len(points), unit="points") as progress:
+        for family, index in points:
+            correct = count_correct(predict, images, labels, family, index)
+            strength = FAMILIES[family].strengths[index]
+            point = {"family": family, "strength": strength, "correct": correct, "count": len(labels)}
+            trainer.folder.append([{"run": arm.name, "step": plan.steps, **point}])
+            progress.advance(1, accuracy=correct / len(labels))
+            trainer.stop.check()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
