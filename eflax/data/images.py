@@ -129,7 +129,8 @@ def _read_idx(folder: Path, name: str) -> np.ndarray:
 
 def _read_npz(path: Path) -> dict[str, np.ndarray]:
     try:
-        with np.load(path, allow_pickle=False) as archive:
+        with path.open("rb") as stream:  # which NumPy would leave open if the file is damaged
+            archive = np.load(stream, allow_pickle=False)
             if not isinstance(archive, np.lib.npyio.NpzFile):
                 raise DataError(f"dataset {path} holds a single array, not an npz with {', '.join(ARRAYS)}")
             missing = [key for key in ARRAYS if key not in archive]
@@ -138,9 +139,9 @@ def _read_npz(path: Path) -> dict[str, np.ndarray]:
                     f"dataset {path} lacks {', '.join(missing)}; it has {', '.join(archive) or 'nothing'}"
                 )
             return {key: archive[key] for key in ARRAYS}
+    except DataError:
+        raise
     except (zipfile.BadZipFile, zlib.error, EOFError, OSError, ValueError) as error:
-        if isinstance(error, DataError):
-            raise
         raise DataError(
             f"dataset {path} is not a readable npz file ({error}); get or write it again"
         ) from error

@@ -1,0 +1,35 @@
+"""Start a run in its own process, wait until it has come somewhere, and end it."""
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+LONGEST_WAIT = 300  # seconds: a slow machine only makes the test slow
+
+
+def launch(*command: str) -> subprocess.Popen[str]:
+    """Start `python COMMAND` in the checkout, on the CPU."""
+    environment = {**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)}
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+    return subprocess.Popen([sys.executable, *command], text=True, cwd=ROOT, env=environment, **pipes)
+
+
+def finish(process: subprocess.Popen[str]) -> tuple[int, str]:
+    """Wait for the end; returns the exit code and what was printed."""
+    output, _ = process.communicate(timeout=LONGEST_WAIT)
+    return process.returncode, output
+
+
+def end_when(process: subprocess.Popen[str], reached: Callable[[], bool], signal: int) -> tuple[int, str]:
+    """Send `signal` as soon as `reached` holds; returns the exit code and what was printed."""
+    deadline = time.monotonic() + LONGEST_WAIT
+    while not reached():
+        assert process.poll() is None, f"ended too early: {process.communicate()[0]}"
+        assert time.monotonic() < deadline, "did not come that far"
+        time.sleep(0.001)
+    process.send_signal(signal)
+    return finish(process)
