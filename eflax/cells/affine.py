@@ -16,7 +16,6 @@ Leading axes `...` are batch axes. A map of a simpler kind can be composed with 
 """
 
 from dataclasses import dataclass
-from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -74,7 +73,6 @@ class Dense:
 
 
 AffineMap = Additive | Scalar | Diagonal | LowRank | Dense
-Kind = TypeVar("Kind", Additive, Scalar, Diagonal, LowRank, Dense)
 
 
 def apply(affine: AffineMap, state: Float[Array, "... K V"]) -> Float[Array, "... K V"]:
@@ -122,7 +120,7 @@ def compose(second: AffineMap, first: AffineMap) -> AffineMap:
     raise AssertionError("convert() returned another kind than it was asked for")
 
 
-def identity(kind: type[Kind], state: Float[Array, "... K V"]) -> Kind:
+def identity(kind: type[AffineMap], state: Float[Array, "... K V"]) -> AffineMap:
     """The map of the given kind that leaves every state of this shape and dtype as it is."""
     return convert(Additive(jnp.zeros_like(state)), kind)
 
@@ -134,7 +132,7 @@ def to_dense(affine: AffineMap) -> Dense:
     return Dense(transform(affine, eye), affine.offset)
 
 
-def convert(affine: AffineMap, kind: type[Kind]) -> Kind:
+def convert(affine: AffineMap, kind: type[AffineMap]) -> AffineMap:
     """The same map as a richer kind. Raises TypeError where the kind cannot hold it."""
     if isinstance(affine, kind):
         return affine

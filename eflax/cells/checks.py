@@ -1,8 +1,8 @@
 """Argument checks: every message names the argument, what it has, and what it needs."""
 
-import jax
 import jax.numpy as jnp
 from jax import Array
+from jax.core import Tracer
 
 FLOATS = (jnp.bfloat16, jnp.float16, jnp.float32, jnp.float64)
 
@@ -27,6 +27,7 @@ class Axes:
         self.bind_shape(name, x.shape, axes)
 
     def bind_shape(self, name: str, shape: tuple[int, ...], axes: str) -> None:
+        """The same for the shape alone."""
         letters, wanted = axes.split(), f"[{axes.replace(' ', ', ')}]"
         if len(shape) != len(letters):
             raise ValueError(f"{name} has shape {shape}; it needs the {len(letters)} axes {wanted}")
@@ -45,6 +46,7 @@ class Axes:
             raise ValueError(f"v has HV = {value_heads} heads, which is not a multiple of k's H = {heads}")
 
     def bind_segment_ids(self, segment_ids: Array | None) -> None:
+        """Check that segment_ids, if given, are integers [B, T]."""
         if segment_ids is None:
             return
         if not jnp.issubdtype(segment_ids.dtype, jnp.integer):
@@ -56,7 +58,7 @@ class Axes:
 
 def check_not_positive(name: str, x: Array, meaning: str) -> None:
     """Raise if a concrete array has an entry above 0. Under jit values are unknown and nothing is checked."""
-    if isinstance(x, jax.core.Tracer) or x.size == 0:
+    if isinstance(x, Tracer) or x.size == 0:
         return
     top = jnp.max(x)
     if top > 0:  # NaN compares false: NaN in, NaN out

@@ -8,7 +8,7 @@ from eflax.cells.forms import Coefficients
 from eflax.cells.rank_one import RankOneCell
 
 
-class DeltaRule(RankOneCell):
+class DeltaRule(RankOneCell[shapes.States]):
     """S ← (I − β k kᵀ) S + β k vᵀ.
 
     One gradient step of size β on ½‖Sᵀk − v‖²: the value stored under k moves a fraction β‖k‖² of the way to v.
@@ -34,7 +34,7 @@ class DeltaRule(RankOneCell):
         form: str | None = None,
         chunk_size: int = 64,
     ) -> tuple[shapes.Values | None, shapes.States]:
-        """Outputs o [B, T, HV, V] in v's dtype and the final state [B, HV, K, V]. Arguments: see `eflax.cells`."""
+        """Outputs o [B, T, HV, V] in v's dtype, final state [B, HV, K, V]. Arguments: see `eflax.cells`."""
         return self._evaluate(q, k, v, (beta,), scale, initial_state, segment_ids, form, chunk_size)
 
     def step(

@@ -4,12 +4,13 @@ from jax import Array
 from jaxtyping import Float
 
 from eflax.cells import shapes
+from eflax.cells.checks import check_count
 from eflax.cells.forms import Coefficients
 from eflax.cells.numerics import exponential_moment, squared_norm, truncated_phi
 from eflax.cells.rank_one import RankOneCell
 
 
-class EFLA(RankOneCell):
+class EFLA(RankOneCell[shapes.States]):
     """S ← e^{−β k kᵀ} S + ∫₀^β e^{−(β−τ) k kᵀ} k vᵀ dτ: the delta rule's flow, solved in closed form.
 
     The delta rule is one explicit Euler step of length β of dS/dτ = −k kᵀ S + k vᵀ. Since (k kᵀ)² = λ k kᵀ with
@@ -30,6 +31,8 @@ class EFLA(RankOneCell):
         self, k: Float[Array, "*axes K"], beta: Float[Array, "*axes"], *, order: int | None = None
     ) -> Coefficients:
         """a = w = α = β φ(βλ), φ(x) = (1 − e^{−x}) / x, from the keys as they are; gradients reach k through λ, too."""
+        if order is not None:
+            check_count("order", order)
         x = beta * squared_norm(k)
         alpha = beta * (exponential_moment(x) if order is None else truncated_phi(x, order))
         return Coefficients(erase=alpha, write=alpha)
@@ -48,7 +51,7 @@ class EFLA(RankOneCell):
         *,
         order: int | None = None,
     ) -> tuple[shapes.Values | None, shapes.States]:
-        """Outputs o [B, T, HV, V] in v's dtype and the final state [B, HV, K, V]. Arguments: see `eflax.cells`."""
+        """Outputs o [B, T, HV, V] in v's dtype, final state [B, HV, K, V]. Arguments: see `eflax.cells`."""
         return self._evaluate(
             q, k, v, (beta,), scale, initial_state, segment_ids, form, chunk_size, order=order
         )

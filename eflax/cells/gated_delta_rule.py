@@ -8,7 +8,7 @@ from eflax.cells.forms import Coefficients
 from eflax.cells.rank_one import RankOneCell
 
 
-class GatedDeltaRule(RankOneCell):
+class GatedDeltaRule(RankOneCell[shapes.States]):
     """S ← e^g (I − β k kᵀ) S + β k vᵀ.
 
     The order of one token: the state decays, the retrieval error is taken from the decayed state, the error is
@@ -37,7 +37,7 @@ class GatedDeltaRule(RankOneCell):
         form: str | None = None,
         chunk_size: int = 64,
     ) -> tuple[shapes.Values | None, shapes.States]:
-        """Outputs o [B, T, HV, V] in v's dtype and the final state [B, HV, K, V]. Arguments: see `eflax.cells`."""
+        """Outputs o [B, T, HV, V] in v's dtype, final state [B, HV, K, V]. Arguments: see `eflax.cells`."""
         return self._evaluate(q, k, v, (beta, g), scale, initial_state, segment_ids, form, chunk_size)
 
     def step(

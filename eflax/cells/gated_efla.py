@@ -14,7 +14,7 @@ from eflax.cells.rank_one import RankOneCell
 Variant = Literal["published", "log_rate", "decay_first"]
 
 
-class GatedEFLA(RankOneCell):
+class GatedEFLA(RankOneCell[shapes.States]):
     """Decay and delta rule in one ordinary differential equation, solved in closed form over one token.
 
     - "published": dS/dτ = −[(1 − e^g) I + e^g β k kᵀ] S + β k vᵀ over unit time, the flow whose Euler step is the
@@ -70,7 +70,7 @@ class GatedEFLA(RankOneCell):
         *,
         variant: Variant = "published",
     ) -> tuple[shapes.Values | None, shapes.States]:
-        """Outputs o [B, T, HV, V] in v's dtype and the final state [B, HV, K, V]. Arguments: see `eflax.cells`."""
+        """Outputs o [B, T, HV, V] in v's dtype, final state [B, HV, K, V]. Arguments: see `eflax.cells`."""
         return self._evaluate(
             q, k, v, (beta, g), scale, initial_state, segment_ids, form, chunk_size, variant=variant
         )

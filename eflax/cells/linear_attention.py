@@ -12,7 +12,7 @@ from eflax.cells.rank_one import RankOneCell
 State = tuple[shapes.States, shapes.Normalisers]
 
 
-class LinearAttention(RankOneCell):
+class LinearAttention(RankOneCell[State]):
     """S ← S + k vᵀ, z ← z + k; o = Sᵀq / (zᵀq + eps), or Sᵀq with normalize=False.
 
     q and k are features, already mapped (positive ones, where the read-out is normalised). The state is the pair
@@ -69,12 +69,6 @@ class LinearAttention(RankOneCell):
         """The read-out of one token, in the state's dtype."""
         return self._read(state, q_t, scale, normalize=normalize, eps=eps)
 
-    def init_state(
-        self, batch_size: int, num_heads: int, key_dim: int, value_dim: int, dtype: jnp.dtype = jnp.float32
-    ) -> State:
-        """The empty memory: zeros ([B, HV, K, V], [B, HV, K])."""
-        return self._from_matrix(super().init_state(batch_size, num_heads, key_dim, value_dim + 1, dtype))
-
     def _check_state(self, axes: Axes, name: str, state) -> None:
         if not isinstance(state, tuple) or len(state) != 2:
             raise TypeError(f"{name} must be the pair (S, z); got {type(state).__name__}")
@@ -91,7 +85,7 @@ class LinearAttention(RankOneCell):
     def _values(self, v: Array) -> Array:
         return jnp.concatenate([v, jnp.ones((*v.shape[:-1], 1), v.dtype)], axis=-1)
 
-    def _answer(self, o: Array, *, normalize: bool, eps: float) -> Array:
+    def _answer(self, o: Array, normalize: bool = True, eps: float = 1e-6, **options) -> Array:
         return o[..., :-1] / (o[..., -1:] + eps) if normalize else o[..., :-1]
 
 

@@ -2,6 +2,7 @@
 
 import math
 from functools import partial
+from typing import cast
 
 import jax
 import jax.numpy as jnp
@@ -28,7 +29,6 @@ def matmul_precision(*arrays: Array | None) -> lax.Precision:
     return lax.Precision.DEFAULT if low else lax.Precision.HIGHEST
 
 
-@partial(jax.custom_jvp, nondiff_argnums=(1,))
 def exponential_moment(x: Float[Array, "..."], m: int = 0) -> Float[Array, "..."]:
     """∫₀¹ sᵐ e^{−x s} ds, to full precision for every x; its derivative is minus the next moment.
 
@@ -36,6 +36,11 @@ def exponential_moment(x: Float[Array, "..."], m: int = 0) -> Float[Array, "..."
     terms of size 1/x; the moments have a series where that cancels, so that derivatives of every order
     keep their digits.
     """
+    return cast(Array, _exponential_moment(x, m))
+
+
+@partial(jax.custom_jvp, nondiff_argnums=(1,))
+def _exponential_moment(x: Array, m: int) -> Array:
     small = jnp.abs(x) < 0.5 * (m + 1)
     # Σ (−x)ⁿ / (n! (n + m + 1)): the last term is below 1e-17 where the series is used.
     y = jnp.where(small, x, 0)
@@ -45,7 +50,7 @@ def exponential_moment(x: Float[Array, "..."], m: int = 0) -> Float[Array, "..."
     return jnp.where(small, series, _moment_by_recurrence(jnp.where(small, 1, x), m))
 
 
-@exponential_moment.defjvp
+@_exponential_moment.defjvp
 def _exponential_moment_jvp(m, primals, tangents):
     (x,), (dx,) = primals, tangents
     return exponential_moment(x, m), -exponential_moment(x, m + 1) * dx

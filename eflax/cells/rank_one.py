@@ -1,12 +1,13 @@
 """What the cells of the linear-attention and DeltaNet family share: everything but their coefficients."""
 
-from abc import ABC, abstractmethod
+from collections.abc import Callable
 from functools import partial
+from typing import cast
 
 import jax
 import jax.numpy as jnp
-from jax import Array
-from jaxtyping import Float
+from jax import Array, lax
+from jax.typing import DTypeLike
 
 from eflax.cells import checks, shapes
 from eflax.cells.forms import EDIT_FORMS, Coefficients, Edits, edit_state, read_state, restarts
@@ -15,7 +16,7 @@ from eflax.cells.numerics import matmul_precision, state_dtype
 DECAY = "g is a log-decay and must be <= 0, so that e^g is in (0, 1]"
 
 
-class RankOneCell(ABC):
+class RankOneCell[State]:
     """A cell of S ← e^g (I − a k kᵀ) S + w k vᵀ, o = Sᵀ (scale · q).
 
     A subclass names its gates and maps them to (a, w, g); its `__call__` and `step` only spell out the signature.
@@ -24,27 +25,22 @@ class RankOneCell(ABC):
     name: str
     gates: tuple[str, ...] = ()
     forms = tuple(EDIT_FORMS)
+    # (k, *gates, **options) → (erase, write, log-decay) of each token, from arrays in the state's dtype.
+    coefficients: Callable[..., Coefficients]
 
     @property
     def arguments(self) -> tuple[str, ...]:
         """The names of the array arguments, in order."""
         return ("q", "k", "v", *self.gates)
 
-    @abstractmethod
-    def coefficients(
-        self, k: Float[Array, "*axes K"], *gates: Float[Array, "*axes"], **options
-    ) -> Coefficients:
-        """(erase, write, log-decay) of each token, from keys and gates in the state's dtype."""
-
     def init_state(
-        self, batch_size: int, num_heads: int, key_dim: int, value_dim: int, dtype: jnp.dtype = jnp.float32
-    ) -> shapes.States:
+        self, batch_size: int, num_heads: int, key_dim: int, value_dim: int, dtype: DTypeLike = jnp.float32
+    ) -> State:
         """The empty memory: zeros [B, HV, K, V]."""
-        return jnp.zeros((batch_size, num_heads, key_dim, value_dim), dtype)
+        columns = self._values(jnp.zeros(value_dim, dtype)).shape[-1]
+        return self._from_matrix(jnp.zeros((batch_size, num_heads, key_dim, columns), dtype))
 
-    def read(
-        self, state: shapes.States, q_t: shapes.TokenQuery, scale: shapes.Scale = 1.0
-    ) -> shapes.TokenValue:
+    def read(self, state: State, q_t: shapes.TokenQuery, scale: shapes.Scale = 1.0) -> shapes.TokenValue:
         """The read-out Sᵀ (scale · q) of one token, in the state's dtype. [B, HV, K, V], [B, H, K] → [B, HV, V]."""
         return self._read(state, q_t, scale)
 
@@ -53,11 +49,11 @@ class RankOneCell(ABC):
     def _check_state(self, axes: checks.Axes, name: str, state) -> None:
         axes.bind(name, state, "B HV K V")
 
-    def _to_matrix(self, state) -> Array:
-        return state
+    def _to_matrix(self, state: State) -> Array:
+        return cast(Array, state)
 
-    def _from_matrix(self, matrix: Array):
-        return matrix
+    def _from_matrix(self, matrix: Array) -> State:
+        return cast(State, matrix)
 
     def _values(self, v: Array) -> Array:
         return v
@@ -84,10 +80,9 @@ class RankOneCell(ABC):
         self._check_state(axes, "state", state)
         matrix = self._to_matrix(state)
         dtype = state_dtype(q_t, k_t, v_t, *gates_t, matrix)
-        edit = _edits(self, q_t, k_t, v_t, gates_t, scale, None, dtype, options)
-        matrix = edit_state(matrix.astype(dtype), edit)
-        o_t = self._answer(read_state(matrix, edit.q, matmul_precision(q_t, k_t, v_t)), **options)
-        return self._from_matrix(matrix), o_t.astype(v_t.dtype)
+        edit = _edits(self, None, k_t, v_t, gates_t, scale, None, dtype, options)
+        state = self._from_matrix(edit_state(matrix.astype(dtype), edit))
+        return state, self._read(state, q_t, scale, **options).astype(v_t.dtype)
 
     def _read(self, state, q_t, scale, **options):
         axes = checks.Axes()
@@ -96,7 +91,7 @@ class RankOneCell(ABC):
         axes.group_heads()
         matrix = self._to_matrix(state)
         q_t = _share_heads(q_t.astype(matrix.dtype) * _scalar(scale, matrix.dtype), axes.size["HV"])
-        return self._answer(read_state(matrix, q_t, matmul_precision(matrix)), **options)
+        return self._answer(read_state(matrix, q_t, lax.Precision.HIGHEST), **options)
 
     def _check_inputs(self, q, k, v, gates, leading: str, suffix: str) -> checks.Axes:
         axes = checks.Axes()
@@ -120,10 +115,10 @@ def _run(cell, q, k, v, gates, scale, initial_state, segment_ids, form, chunk_si
     matrix = cell._to_matrix(initial_state)
     dtype = state_dtype(q, k, v, *gates, matrix)
     matrix = matrix.astype(dtype)
-    if k.shape[1] == 0:
-        return None if q is None else v, cell._from_matrix(matrix)
     restart = None if segment_ids is None else restarts(segment_ids)
     edits = _edits(cell, q, k, v, gates, scale, restart, dtype, dict(options))
+    if k.shape[1] == 0:
+        return None if q is None else v, cell._from_matrix(matrix)
     precision = matmul_precision(q, k, v)
     o, matrix = EDIT_FORMS[form](edits, matrix, chunk_size=chunk_size, precision=precision)
     o = None if o is None else cell._answer(o, **dict(options)).astype(v.dtype)
@@ -136,8 +131,8 @@ def _edits(cell, q, k, v, gates, scale, restart, dtype, options) -> Edits:
     k = _share_heads(k.astype(dtype), heads)
     if q is not None:
         q = _share_heads(q.astype(dtype) * _scalar(scale, dtype), heads)
-    coefficients = cell.coefficients(k, *(x.astype(dtype) for x in gates), **options)
-    return Edits(q, k, cell._values(v.astype(dtype)), *coefficients, restart)
+    erase, write, log_decay = cell.coefficients(k, *(x.astype(dtype) for x in gates), **options)
+    return Edits(q, k, cell._values(v.astype(dtype)), erase, write, log_decay, restart)
 
 
 def _share_heads(x: Array, heads: int) -> Array:

@@ -90,9 +90,9 @@ class SelectiveSSM:
         _check_projections(axes, A, B_t, C_t, "B", "_t")
         axes.bind("state", state, "B D N")
         dtype = state_dtype(x_t, dt_t, A, B_t, C_t, state)
-        tokens = Tokens(*(z.astype(dtype) for z in (x_t, dt_t, B_t, C_t)), restart=None)
-        state, y_t = _advance(state.astype(dtype), tokens, A.astype(dtype))
-        return state, y_t.astype(x_t.dtype)
+        token = Tokens(x_t.astype(dtype), dt_t.astype(dtype), B_t.astype(dtype), C=None, restart=None)
+        state = _advance(state.astype(dtype), token, A.astype(dtype))
+        return state, self.read(state, C_t).astype(x_t.dtype)
 
     def read(self, state: State, C_t: Float[Array, "B N"]) -> Float[Array, "B D"]:
         """The read-out h C of one token, in the state's dtype."""
@@ -125,22 +125,22 @@ def _run(x, dt, A, B, C, initial_state, segment_ids, form, chunk_size):
     if x.shape[1] == 0:
         return None if C is None else x, state
     restart = None if segment_ids is None else restarts(segment_ids)
-    arrays = (None if z is None else z.astype(dtype) for z in (x, dt, B, C))
-    tokens, A = Tokens(*arrays, restart), A.astype(dtype)
+    x_dtype = x.dtype
+    x, dt, A, B, C = jax.tree.map(lambda z: z.astype(dtype), (x, dt, A, B, C))
+    tokens = Tokens(x, dt, B, C, restart)
     if form == "associative":
         state, y = _scan_block(state, tokens, A)
     else:
         size = 1 if form == "recurrent" else min(chunk_size, x.shape[1])
         state, y = _scan_blocks(state, tokens, A, size)
-    return None if y is None else y.astype(x.dtype), state
+    return None if y is None else y.astype(x_dtype), state
 
 
-def _advance(state: Array, token: Tokens, A: Array) -> tuple[Array, Array | None]:
+def _advance(state: Array, token: Tokens, A: Array) -> Array:
     """One token of the recurrence."""
     if token.restart is not None:
         state = jnp.where(token.restart[:, None, None], 0, state)
-    state = affine.apply(token._replace(restart=None).maps(A), state[..., None])[..., 0]
-    return state, None if token.C is None else _read(state, token.C)
+    return affine.apply(token._replace(restart=None).maps(A), state[..., None])[..., 0]
 
 
 def _scan_block(state: Array, tokens: Tokens, A: Array) -> tuple[Array, Array | None]:
@@ -167,11 +167,12 @@ def _scan_blocks(state: Array, tokens: Tokens, A: Array, size: int) -> tuple[Arr
     @jax.checkpoint
     def chunk(state: Array, block: Tokens):
         if size == 1:
-            return _advance(state, jax.tree.map(lambda z: z[:, 0], block), A)
+            state = _advance(state, jax.tree.map(lambda z: z[:, 0], block), A)
+            return state, None if block.C is None else _read(state, block.C[:, 0])[:, None]
         return _scan_block(state, block, A)
 
     state, y = lax.scan(chunk, state, jax.tree.map(cut, tokens))
-    return state, None if y is None else join(y if size > 1 else y[:, :, None])
+    return state, None if y is None else join(y)
 
 
 def _read(state: Array, C: Array) -> Array:

@@ -8,7 +8,7 @@ from eflax.cells.forms import Coefficients
 from eflax.cells.rank_one import RankOneCell
 
 
-class SSD(RankOneCell):
+class SSD(RankOneCell[shapes.States]):
     """S ← e^g S + k vᵀ: linear attention with a scalar decay per head.
 
     In the paper's letters q is C, k is B, v is x (times dt) and e^g is the scalar A. Nothing is erased, so no form
@@ -34,7 +34,7 @@ class SSD(RankOneCell):
         form: str | None = None,
         chunk_size: int = 64,
     ) -> tuple[shapes.Values | None, shapes.States]:
-        """Outputs o [B, T, HV, V] in v's dtype and the final state [B, HV, K, V]. Arguments: see `eflax.cells`."""
+        """Outputs o [B, T, HV, V] in v's dtype, final state [B, HV, K, V]. Arguments: see `eflax.cells`."""
         return self._evaluate(q, k, v, (g,), scale, initial_state, segment_ids, form, chunk_size)
 
     def step(

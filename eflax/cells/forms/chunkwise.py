@@ -5,17 +5,17 @@ The rows D of a chunk (see `parallel`) depend on the state S that enters it thro
     (I + StrictTril(diag(a) (K Kᵀ ⊙ Γ))) [W | U] = [diag(a e^c) K | diag(w) V],
 
 so the chunk as a whole is the affine map S ↦ (e^{c_C} I − K̃ᵀ W) S + K̃ᵀ U with K̃ = diag(e^{c_C − c}) K: the WY form of
-a product of rank-1 edits. All of this is computed for every chunk at once; only applying the maps is sequential.
-The backward pass keeps the states between chunks and each chunk's triangular inverse, and recomputes the rest.
+a product of rank-1 edits. All of this is computed for many chunks at once; only applying the maps is sequential.
+
+Long or wide inputs are cut into groups of chunks, one group after the other. The backward pass keeps the state that
+enters each group and recomputes the rest, so that its memory is the inputs' and T / C states at most.
 """
 
-from functools import partial
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
-from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Bool, Float
 
 from eflax.cells import affine
@@ -23,8 +23,7 @@ from eflax.cells.forms.decay import Decay, block_decay
 from eflax.cells.forms.edits import Edits
 from eflax.cells.numerics import unit_lower_inverse
 
-HIGHEST = lax.Precision.HIGHEST
-INVERSE = "chunk_inverse"
+BLOCKS = 128  # C × C blocks that are worked on at once: one for each core of a large GPU, and few enough for a cache
 
 
 class Chunks(NamedTuple):
@@ -38,6 +37,7 @@ class Chunks(NamedTuple):
     restart: Bool[Array, "B 1 N C"] | None
 
     def decay(self) -> Decay:
+        """The decays within each chunk."""
         return block_decay(self.log_decay, self.restart, self.k.shape[:-1], self.k.dtype)
 
 
@@ -45,30 +45,36 @@ def chunkwise(
     edits: Edits, initial_state: Array, *, chunk_size: int, precision: lax.Precision
 ) -> tuple[Array | None, Array]:
     """The portable fast path, in plain matmuls. `chunk_size` changes the cost, not the result."""
-    time = edits.k.shape[1]
-    chunks = _cut(edits, min(chunk_size, time))
-    # The backward pass recomputes what is local to a chunk, except the inverse, its costly part.
-    local = partial(jax.checkpoint, policy=jax.checkpoint_policies.save_only_these_names(INVERSE))
-    rows, maps = local(partial(_summarise, precision=precision))(chunks)
-    states, final_state = affine.scan_states(maps, initial_state, axis=2)
-    if edits.q is None:
+    batch, time, heads, _ = edits.k.shape
+    size = min(chunk_size, time)
+    count = -(-time // size)
+    groups = -(-count * batch * heads // BLOCKS)
+    group = -(-count // groups)
+
+    @jax.checkpoint
+    def evaluate(state: Array, chunks: Chunks):
+        rows, maps = _summarise(chunks, precision)
+        states, state = affine.scan_states(maps, state, axis=2)
+        return state, None if chunks.q is None else _read(chunks.q, chunks, rows, states, precision)
+
+    final_state, o = lax.scan(evaluate, initial_state, _cut(edits, size, group))
+    if o is None:
         return None, final_state
-    o = local(partial(_read, precision=precision))(chunks, rows, states)
-    o = o.reshape(*o.shape[:2], -1, o.shape[-1])[:, :, :time]
-    return jnp.swapaxes(o, 1, 2), final_state
+    o = jnp.moveaxis(o, (0, 2), (1, 4))  # [groups, B, H, N, C, V] → [B, groups, N, C, H, V]
+    return o.reshape(batch, -1, *o.shape[-2:])[:, :time], final_state
 
 
-def _cut(edits: Edits, size: int) -> Chunks:
-    """Tail tokens are padded with zeros, which neither decay, erase nor write."""
+def _cut(edits: Edits, size: int, group: int) -> Chunks:
+    """Groups of chunks on the leading axis. Tail tokens are zeros, which neither decay, erase nor write."""
 
-    def cut(x: Array | None) -> Array | None:
-        if x is None:
-            return None
-        x = jnp.pad(x, [(0, 0), (0, -x.shape[1] % size)] + [(0, 0)] * (x.ndim - 2))
-        return jnp.moveaxis(x.reshape(x.shape[0], -1, size, *x.shape[2:]), 3, 1)
+    def cut(x: Array) -> Array:
+        x = jnp.pad(x, [(0, 0), (0, -x.shape[1] % (size * group))] + [(0, 0)] * (x.ndim - 2))
+        x = x.reshape(x.shape[0], -1, group, size, *x.shape[2:])  # [B, groups, N, C, H, …]
+        return jnp.moveaxis(x, (1, 4), (0, 2))
 
     restart = None if edits.restart is None else edits.restart[..., None]
-    return Chunks(*map(cut, (edits.q, edits.k, edits.written, edits.erase, edits.log_decay, restart)))
+    chunks = Chunks(edits.q, edits.k, edits.written, edits.erase, edits.log_decay, restart)
+    return jax.tree.map(cut, chunks)
 
 
 class Rows(NamedTuple):
@@ -78,7 +84,7 @@ class Rows(NamedTuple):
     from_state: Float[Array, "B H N C K"] | None  # W
 
 
-def _summarise(chunks: Chunks, *, precision: lax.Precision) -> tuple[Rows, affine.AffineMap]:
+def _summarise(chunks: Chunks, precision: lax.Precision) -> tuple[Rows, affine.AffineMap]:
     """Each chunk's rows, and the affine map that the chunk is."""
     k, v, decay = chunks.k, chunks.v, chunks.decay()
     total = jnp.broadcast_to(decay.total, k.shape[:-2])
@@ -88,7 +94,7 @@ def _summarise(chunks: Chunks, *, precision: lax.Precision) -> tuple[Rows, affin
 
     erase = chunks.erase[..., None]
     gram = _outer_matmul(k, k, precision)
-    inverse = checkpoint_name(unit_lower_inverse(erase * gram * decay.within), INVERSE)
+    inverse = unit_lower_inverse(erase * gram * decay.within)
     right_side = jnp.concatenate([erase * decay.entry[..., None] * k, v], axis=-1)
     solved = jnp.matmul(inverse, right_side, precision=precision)
     carried, size = _transposed_matmul(leaving, solved, precision), k.shape[-1]
@@ -97,10 +103,9 @@ def _summarise(chunks: Chunks, *, precision: lax.Precision) -> tuple[Rows, affin
     return Rows(own=solved[..., size:], from_state=solved[..., :size]), maps
 
 
-def _read(chunks: Chunks, rows: Rows, states: Array, *, precision: lax.Precision) -> Array:
+def _read(q: Array, chunks: Chunks, rows: Rows, states: Array, precision: lax.Precision) -> Array:
     """Every token's read-out, from the state that enters its chunk and from the chunk's earlier rows."""
-    q, decay = chunks.q, chunks.decay()
-    written = rows.own
+    decay, written = chunks.decay(), rows.own
     if rows.from_state is not None:
         written = written - jnp.matmul(rows.from_state, states, precision=precision)
     scores = decay.within * _outer_matmul(q, chunks.k, precision)

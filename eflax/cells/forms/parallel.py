@@ -10,6 +10,7 @@ with c the cumulative log-decay and Γ_ij = e^{c_i − c_j} for i ≥ j. Without
 linear attention, the quadratic mode of SSD.
 """
 
+import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
@@ -24,19 +25,18 @@ def parallel(
 ) -> tuple[Array | None, Array]:
     """The whole sequence as one block, by a triangular solve. `chunk_size` plays no role."""
     del chunk_size
-    q, k, v, erase, g = (
-        _heads_first(x) for x in (edits.q, edits.k, edits.written, edits.erase, edits.log_decay)
-    )
     restart = None if edits.restart is None else edits.restart[:, None]
-    decay = block_decay(g, restart, k.shape[:-1], k.dtype)
+    edits = jax.tree.map(lambda x: jnp.swapaxes(x, 1, 2), edits._replace(restart=None))  # heads first
+    q, k, rows = edits.q, edits.k, edits.written
+    decay = block_decay(edits.log_decay, restart, k.shape[:-1], k.dtype)
 
-    rows = v
-    if erase is not None:
+    if edits.erase is not None:
+        erase = edits.erase[..., None]
         gram = jnp.einsum("bhik,bhjk->bhij", k, k, precision=precision)
         answered = jnp.einsum("bhik,bhkv->bhiv", decay.entry[..., None] * k, initial_state, precision=HIGHEST)
         rows = lax.linalg.triangular_solve(
-            erase[..., None] * gram * decay.within,
-            v - erase[..., None] * answered,
+            erase * gram * decay.within,
+            rows - erase * answered,
             left_side=True,
             lower=True,
             unit_diagonal=True,
@@ -49,7 +49,3 @@ def parallel(
     o = jnp.einsum("bhij,bhjv->bhiv", scores, rows, precision=precision)
     o = o + jnp.einsum("bhik,bhkv->bhiv", decay.entry[..., None] * q, initial_state, precision=precision)
     return jnp.swapaxes(o, 1, 2), final_state
-
-
-def _heads_first(x: Array | None) -> Array | None:
-    return None if x is None else jnp.swapaxes(x, 1, 2)
