@@ -21,18 +21,18 @@ class Coefficients(NamedTuple):
 
 
 class Edits(NamedTuple):
-    """A sequence of edits in the state's dtype, one key head per value head, queries already scaled."""
+    """Edits of a sequence, or of one token (no T axis), in the state's dtype; one key head per value head, q scaled."""
 
-    q: Float[Array, "B T H K"] | None  # None: nothing is read out
-    k: Float[Array, "B T H K"]
-    v: Float[Array, "B T H V"]
-    erase: Float[Array, "B T H"] | None
-    write: Float[Array, "B T H"] | None
-    log_decay: Float[Array, "B T H"] | None
-    restart: Bool[Array, "B T"] | None  # True where a new document begins and the state is zeroed first
+    q: Float[Array, "B *T H K"] | None  # None: nothing is read out
+    k: Float[Array, "B *T H K"]
+    v: Float[Array, "B *T H V"]
+    erase: Float[Array, "B *T H"] | None
+    write: Float[Array, "B *T H"] | None
+    log_decay: Float[Array, "B *T H"] | None
+    restart: Bool[Array, "B *T"] | None  # True where a new document begins and the state is zeroed first
 
     @property
-    def written(self) -> Float[Array, "B T H V"]:
+    def written(self) -> Float[Array, "B *T H V"]:
         """w v: the value rows as they are added along the key."""
         return self.v if self.write is None else self.write[..., None] * self.v
 
