@@ -48,7 +48,8 @@ def main(args: Sequence[str] | None = None) -> int:
         out = flags.resume or flags.out or Path("runs") / time.strftime("smnist-%Y%m%d-%H%M%S")
         return run(flags, out, console)
     except Interrupted as interrupted:
-        console.print(f"\n{interrupted}; continue with: python -m experiments.smnist --resume {out}")
+        told = f"\n{interrupted}; continue with: python -m experiments.smnist --resume {out}"
+        console.print(told, soft_wrap=True)  # one line, to be copied
         return interrupted.exit_code
     except KeyboardInterrupt:  # before the run began, or a second time while it was stopping
         console.print(

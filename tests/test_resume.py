@@ -64,19 +64,3 @@ def test_stop_by_signal_saves_and_resumes(tmp_path, whole_run):
     code, output = finish(launch(SCRIPT, str(out), "--resume"))
     assert code == 0, output
     assert_same_end(out, whole_run)
-
-
-def test_killed_process_frees_the_folder_and_a_live_one_holds_it(tmp_path):
-    out = tmp_path / "run"
-    process = launch(SCRIPT, str(out))
-    try:
-        end = lambda: (out / "config.json").exists()  # noqa: E731
-        while not end():
-            assert process.poll() is None
-        code, output = finish(launch(SCRIPT, str(out), "--resume"))
-        assert code == 1 and f"in use by process {process.pid}" in output
-    finally:
-        process.kill()
-        process.communicate()
-    code, output = finish(launch(SCRIPT, str(out)))
-    assert code == 1 and f"holds a run; continue it with --resume {out}" in output

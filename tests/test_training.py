@@ -1,0 +1,304 @@
+"""The train step, the loop, checkpoints and the run folder, within one process; test_resume.py kills real ones."""
+
+import json
+import os
+import signal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from tiny_run import batches, start
+
+from eflax.progress import Progress
+from eflax.training import (
+    CheckpointError,
+    Checkpoints,
+    Diverged,
+    Interrupted,
+    RunFolder,
+    RunFolderError,
+    StopRequest,
+    Trainer,
+    adamw,
+    cross_entropy,
+    read_config,
+)
+
+
+def train(out, steps=12, step_wrapper=lambda step: step, resume=False, **options):
+    state, step = start()
+    with RunFolder(out, {"lr": 1e-2}, resume) as folder, StopRequest() as stop:
+        return Trainer(folder, stop, steps, **options).train("tiny", state, step_wrapper(step), batches())
+
+
+def records(out):
+    return [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+
+
+def numpy_adamw(w, grads, lr, decay, b1=0.9, b2=0.999, eps=1e-8):
+    """Return what PyTorch's documentation of AdamW computes."""
+    m = v = np.zeros_like(w)
+    for t, g in enumerate(grads, start=1):
+        w = w - lr * decay * w
+        m, v = b1 * m + (1 - b1) * g, b2 * v + (1 - b2) * g * g
+        w = w - lr * (m / (1 - b1**t)) / (np.sqrt(v / (1 - b2**t)) + eps)
+    return w
+
+
+def test_adamw_is_pytorchs_behind_a_clip():
+    rng = np.random.default_rng(0)
+    w, grads = rng.normal(size=5), rng.normal(size=(4, 5))
+    clipped = [g / max(1.0, float(np.linalg.norm(g))) for g in grads]
+    optimizer = adamw(3e-3)
+    params = {"w": jnp.asarray(w, jnp.float32)}
+    with jax.numpy_dtype_promotion("standard"):
+        state = optimizer.init(params)
+        for g in grads:
+            updates, state = optimizer.update({"w": jnp.asarray(g, jnp.float32)}, state, params)
+            params = optax.apply_updates(params, updates)
+    np.testing.assert_allclose(params["w"], numpy_adamw(w, clipped, 3e-3, 0.01), rtol=1e-5)
+
+
+def test_weight_decay_can_leave_parameters_out():
+    params = {"matrix": jnp.ones((2, 2)), "rate": jnp.ones(2)}
+    optimizer = adamw(
+        0.1, weight_decay=0.1, decayed=lambda tree: jax.tree.map(lambda leaf: leaf.ndim > 1, tree)
+    )
+    with jax.numpy_dtype_promotion("standard"):
+        updates, _ = optimizer.update(jax.tree.map(jnp.zeros_like, params), optimizer.init(params), params)
+    assert (updates["rate"] == 0).all() and (updates["matrix"] < 0).all()
+
+
+def test_padding_rows_count_for_nothing():
+    logits = jax.random.normal(jax.random.key(0), (6, 10))
+    labels, weight = jnp.arange(6, dtype=jnp.int32), jnp.array([1.0, 1, 1, 1, 0, 0])
+
+    def loss(logits):
+        return cross_entropy(logits, labels[: len(logits)], weight[: len(logits)])
+
+    (padded, metrics), gradient = jax.value_and_grad(loss, has_aux=True)(logits)
+    (whole, expected), expected_gradient = jax.value_and_grad(loss, has_aux=True)(logits[:4])
+    np.testing.assert_allclose(padded, whole, rtol=1e-6)
+    np.testing.assert_allclose(metrics["accuracy"], expected["accuracy"])
+    np.testing.assert_allclose(gradient[:4], expected_gradient, rtol=1e-6)
+    assert (gradient[4:] == 0).all()
+
+
+def test_loss_falls_every_step_is_logged_and_one_compilation_serves_partial_batches(tmp_path):
+    compiled = []
+    train(tmp_path / "run", 30, lambda step: compiled.append(step) or step, log_every=4)
+    logged = records(tmp_path / "run")
+    assert [record["step"] for record in logged] == list(range(1, 31))
+    assert logged[-1]["loss"] < logged[0]["loss"]
+    assert compiled[0]._cache_size() == 1
+
+
+def test_resume_of_a_finished_run_changes_nothing(tmp_path):
+    first = train(tmp_path / "run")
+    before = (tmp_path / "run" / "metrics.jsonl").read_bytes()
+    again = train(tmp_path / "run", resume=True)
+    assert (tmp_path / "run" / "metrics.jsonl").read_bytes() == before
+    jax.tree.map(np.testing.assert_array_equal, jax.tree.leaves(first), jax.tree.leaves(again))
+
+
+@pytest.mark.parametrize("poison", ["loss", "grad_norm"])
+def test_divergence_stops_with_the_last_good_checkpoint(tmp_path, poison):
+    def wrapper(step):
+        def poisoned(state, batch):
+            poisoned.calls += 1
+            state, metrics = step(state, batch)
+            if poisoned.calls >= 10:
+                metrics = {**metrics, poison: metrics[poison] * jnp.nan}
+            return state, metrics
+
+        poisoned.calls = 0
+        return poisoned
+
+    with pytest.raises(Diverged, match=f"step 10: {poison} is nan"):
+        train(tmp_path / "run", 20, wrapper, checkpoint_every=4)
+    assert Checkpoints(tmp_path / "run" / "checkpoints" / "tiny").latest_step() == 8
+
+
+def test_parameters_that_are_not_finite_are_not_saved(tmp_path):
+    def wrapper(step):
+        def poisoned(state, batch):
+            state, metrics = step(state, batch)
+            return state._replace(params=jax.tree.map(lambda leaf: leaf * jnp.inf, state.params)), metrics
+
+        return poisoned
+
+    with pytest.raises(Diverged, match="step 1: a parameter is not finite"):
+        train(tmp_path / "run", 20, wrapper, checkpoint_every=1)
+    assert Checkpoints(tmp_path / "run" / "checkpoints" / "tiny").latest_step() == 0
+
+
+def test_signal_is_noted_then_acts():
+    with StopRequest() as stop:
+        stop.check()
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert stop.requested
+        with pytest.raises(Interrupted, match="SIGTERM") as caught:
+            stop.check()
+        assert caught.value.exit_code == 143
+        with pytest.raises(KeyboardInterrupt):
+            os.kill(os.getpid(), signal.SIGINT)
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+STATE = {"a": jnp.arange(4000.0), "deep": [jnp.int32(3), jnp.ones((2, 3), jnp.bfloat16)]}
+
+
+@pytest.fixture
+def saved(tmp_path):
+    checkpoints = Checkpoints(tmp_path / "checkpoints")
+    for step in (1, 2, 3):
+        checkpoints.save(step, jax.tree.map(lambda leaf: leaf + jnp.ones_like(leaf), STATE), note=step)
+    yield checkpoints
+    checkpoints.close()
+
+
+def test_checkpoint_round_trip_keeps_the_last_two(saved):
+    state, meta = saved.restore(STATE)
+    jax.tree.map(
+        np.testing.assert_array_equal, state, jax.tree.map(lambda leaf: leaf + jnp.ones_like(leaf), STATE)
+    )
+    assert [leaf.dtype for leaf in jax.tree.leaves(state)] == [leaf.dtype for leaf in jax.tree.leaves(STATE)]
+    assert meta["note"] == 3
+    assert sorted(path.name for path in saved.folder.iterdir()) == ["2", "3"]
+
+
+def test_half_written_checkpoint_is_not_taken_for_whole(saved):
+    half = saved.folder / "4.orbax-checkpoint-tmp"
+    (half / "state").mkdir(parents=True)
+    (half / "state" / "manifest.ocdbt").write_bytes(b"half")
+    again = Checkpoints(saved.folder)
+    assert again.latest_step() == 3
+    again.restore(STATE)
+    again.close()
+
+
+def flip_a_byte(path):
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 0x10
+    path.write_bytes(content)
+
+
+def damage_largest(folder):
+    flip_a_byte(
+        max((path for path in folder.rglob("*") if path.is_file()), key=lambda path: path.stat().st_size)
+    )
+
+
+def remove_meta(folder):
+    (folder / "meta" / "metadata").unlink()
+
+
+def remove_arrays(folder):
+    for path in (folder / "state").rglob("manifest.ocdbt"):
+        path.unlink()
+
+
+def damage_meta(folder):
+    (folder / "meta" / "metadata").write_text('{"format": ')
+
+
+@pytest.mark.parametrize("damage", [damage_largest, remove_meta, remove_arrays, damage_meta])
+def test_damaged_checkpoint_is_refused(saved, damage):
+    damage(saved.folder / "3")
+    again = Checkpoints(saved.folder)
+    with pytest.raises(CheckpointError, match=r"3 is damaged.*delete that folder"):
+        again.restore(STATE)
+    again.close()
+
+
+def test_foreign_checkpoint_is_refused(saved, tmp_path):
+    for template, message in [
+        ({**STATE, "a": jnp.zeros(4001)}, r"a is float32\[4000\] there and float32\[4001\] here"),
+        ({**STATE, "b": jnp.zeros(2)}, "b is absent there"),
+        ({"a": STATE["a"]}, "deep/0 is .* and absent here"),
+        ({**STATE, "a": STATE["a"].astype(jnp.int32)}, "a is float32"),
+    ]:
+        with pytest.raises(CheckpointError, match=message):
+            saved.restore(template)
+    import orbax.checkpoint as ocp
+
+    manager = ocp.CheckpointManager(tmp_path / "foreign")
+    manager.save(5, args=ocp.args.StandardSave({"a": jnp.zeros(3)}))
+    manager.close()
+    foreign = Checkpoints(tmp_path / "foreign")
+    with pytest.raises(CheckpointError, match="damaged or foreign"):
+        foreign.restore(STATE)
+    foreign.close()
+    with pytest.raises(CheckpointError, match="no complete checkpoint"):
+        Checkpoints(tmp_path / "none").restore(STATE)
+
+
+def test_folder_in_use_or_holding_a_run_is_refused(tmp_path):
+    out = tmp_path / "run"
+    with RunFolder(out, {"a": 1}):
+        for resume in (False, True):
+            with pytest.raises(RunFolderError, match=f"in use by process {os.getpid()}"):
+                RunFolder(out, {"a": 1}, resume)
+    with pytest.raises(RunFolderError, match=f"holds a run; continue it with --resume {out}"):
+        RunFolder(out, {"a": 1})
+    RunFolder(out, {"a": 1}, resume=True).close()
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "thesis.tex").touch()
+    with pytest.raises(RunFolderError, match=r"not empty \(thesis.tex\)"):
+        RunFolder(tmp_path / "other", {})
+
+
+def test_folder_that_holds_no_run_cannot_be_resumed(tmp_path):
+    with pytest.raises(RunFolderError, match="no such folder"):
+        RunFolder(tmp_path / "none", {}, resume=True)
+    with pytest.raises(RunFolderError, match="no run to continue"):
+        RunFolder(tmp_path, {}, resume=True)
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(RunFolderError, match="damaged or was not written by eflax"):
+        RunFolder(tmp_path, {}, resume=True)
+    (tmp_path / "file").touch()
+    with pytest.raises(RunFolderError, match="cannot write there"):
+        RunFolder(tmp_path / "file" / "run", {})
+
+
+def test_a_folder_left_before_its_config_was_written_can_be_used(tmp_path):
+    (tmp_path / ".lock").write_text("123\n")
+    (tmp_path / "config.jsonabc.part").write_text("{")
+    RunFolder(tmp_path, {"a": 1}).close()
+    assert read_config(tmp_path) == {"a": 1}
+
+
+def test_resume_with_another_config_names_the_field(tmp_path):
+    RunFolder(tmp_path, {"lr": [1e-3], "steps": 5}).close()
+    RunFolder(tmp_path, {"lr": (1e-3,), "steps": 5}, resume=True).close()
+    with pytest.raises(RunFolderError, match=r"another 'steps': the run began with 5, and now it is 6"):
+        RunFolder(tmp_path, {"lr": [1e-3], "steps": 6}, resume=True)
+
+
+def test_config_tells_versions_and_revision(tmp_path):
+    RunFolder(tmp_path, {}).close()
+    told = json.loads((tmp_path / "config.json").read_text())
+    assert told["versions"]["jax"] == jax.__version__ and told["revision"] and told["devices"]
+
+
+def test_metrics_survive_a_cut_line_but_not_a_foreign_one(tmp_path):
+    with RunFolder(tmp_path, {}) as folder:
+        folder.append({"run": "a", "step": step} for step in range(5))
+        with (tmp_path / "metrics.jsonl").open("a") as stream:
+            stream.write('{"run": "a", "st')
+        assert len(folder.records()) == 5
+        folder.keep(lambda record: record["step"] < 3)
+        assert [record["step"] for record in records(tmp_path)] == [0, 1, 2]
+        (tmp_path / "metrics.jsonl").write_text("hello\n")
+        with pytest.raises(RunFolderError, match="line 1 is not a JSON object"):
+            folder.records()
+
+
+def test_progress_prints_lines_where_there_is_no_terminal(capsys, monkeypatch):
+    monkeypatch.setattr("eflax.progress.SECONDS_BETWEEN_LINES", 0.0)
+    with Progress("train x", 10, start=4) as progress:
+        progress.advance(3, loss=0.5)
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith("train x: 7/10") and "s left" in lines[0] and "loss 0.5" in lines[0]
