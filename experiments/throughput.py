@@ -1,0 +1,203 @@
+"""Time the cells: each cell × form × shape on this machine, numerics first, peers beside them.
+
+`python -m experiments.throughput` measures EFLA on shapes that suit the platform; `--help` tells the rest.
+"""
+
+import os
+import statistics
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Annotated, Literal
+
+import jax
+import jax.numpy as jnp
+import tyro
+from jaxtyping import Array, PyTree
+from rich.console import Console
+from rich.table import Table
+from tyro.conf import arg
+
+from eflax.cells import CELLS
+from eflax.evaluation.agreement import BUDGETS, worst_error
+from eflax.progress import Progress
+from eflax.training import RunFolder, RunFolderError
+from experiments.throughput_inputs import Shape, loss_function, make_inputs, parse_shape, reference_function
+from experiments.throughput_peers import peer_results
+
+SHAPES = {"cpu": ("128x784x1x64", "1x4096x4x64"), "gpu": ("8x4096x16x128", "1x65536x16x128", "32x2048x8x128")}
+
+WRONG = "WRONG"
+
+Task = Literal["forward", "gradient", "state-gradient"]
+
+
+@dataclass(frozen=True)
+class Flags:
+    """Time cells × forms × shapes on this machine: median ms, tokens/s, temporary memory.
+
+    Each combination is first compared with the recurrent form in float32 on the same rounded inputs (outputs or
+    gradients, RMS ratio); one that is off is reported and not timed, and the exit code is then 1. Peers (PyTorch
+    loop, flash-linear-attention) run beside where they are installed. The table is also written as CSV.
+    """
+
+    # Cells to time: names of eflax.cells.CELLS.
+    cell: tuple[str, ...] = ("efla",)
+
+    # Forms to time; by default all that a cell has.
+    form: tuple[str, ...] = ()
+
+    # BxTxHxK or BxTxHxKxV (for selective_ssm H·V channels with K state entries); by default by platform.
+    shape: tuple[str, ...] = ()
+
+    # What is timed: outputs, gradients of a loss on the outputs, or gradients of a loss on the final state alone.
+    task: tuple[Task, ...] = ("forward", "gradient", "state-gradient")
+
+    # Dtype of q, k, v (gates are float32).
+    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+
+    # Tokens in a chunk, for the chunkwise form.
+    chunk_size: int = 64
+
+    # Timed repetitions after one warm-up; the median counts.
+    repeats: int = 5
+
+    # Combinations that need more temporary memory than this (GB) are listed, not run.
+    memory_limit: float = 8.0
+
+    # Time the peers that are installed, too.
+    peers: bool = True
+
+    # Seed of the inputs.
+    seed: int = 0
+
+    # New folder for the table and config; by default runs/throughput-DATE-TIME.
+    out: Annotated[Path | None, arg(metavar="PATH", help_behavior_hint="")] = None
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of the table. `error` is the worst RMS ratio of any result; times and memory may be missing."""
+
+    cell: str
+    form: str
+    shape: str
+    task: str
+    dtype: str
+    error: float | None = None
+    ms: float | None = None
+    tokens_per_s: float | None = None
+    temp_mb: float | None = None
+    note: str = ""
+
+
+def main(args: Sequence[str] | None = None) -> int:
+    """Run the benchmark; returns 1 if any numeric check failed, 2 for unusable flags."""
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # peers need memory of the same GPU
+    flags = tyro.cli(Flags, args=args, prog="python -m experiments.throughput")
+    out = flags.out or Path("runs") / time.strftime("throughput-%Y%m%d-%H%M%S")
+    console = Console(
+        highlight=False, width=None if sys.stdout.isatty() else 132
+    )  # a file takes the whole table
+    try:
+        shapes = plan_shapes(flags)
+        with RunFolder(out, asdict(flags) | {"out": str(out)}) as folder:
+            rows = []
+            forms = sum(len(flags.form or CELLS[name].forms) for name in flags.cell)
+            with Progress("measure", forms * len(shapes) * len(flags.task), unit="row") as progress:
+                for row in measurements(flags, shapes):
+                    rows.append(row)
+                    folder.append([asdict(row)])
+                    folder.write_table("throughput.csv", [asdict(row) for row in rows])
+                    progress.advance(row.form in CELLS[row.cell].forms)  # peers come on top
+            console.print(render(rows))
+            console.print(f"Table and config: {out}")
+    except (ValueError, RunFolderError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    return 1 if any(row.note.startswith(WRONG) for row in rows) else 0
+
+
+def plan_shapes(flags: Flags) -> list[Shape]:
+    """Check the flags before any work and return the shapes. Raises ValueError naming the flag."""
+    for name in flags.cell:
+        if name not in CELLS:
+            raise ValueError(f"--cell {name}: there are {', '.join(CELLS)}")
+        for form in flags.form:
+            if form not in CELLS[name].forms:
+                raise ValueError(f"--form {form}: {name} has {', '.join(CELLS[name].forms)}")
+    for name, value in (("chunk-size", flags.chunk_size), ("repeats", flags.repeats)):
+        if value < 1:
+            raise ValueError(f"--{name} {value}: must be at least 1")
+    texts = flags.shape or SHAPES.get(jax.default_backend(), SHAPES["gpu"])
+    return [parse_shape(text) for text in texts]
+
+
+def measurements(flags: Flags, shapes: list[Shape]) -> Iterator[Row]:
+    """All rows, one by one."""
+    for name in flags.cell:
+        for shape in shapes:
+            inputs = make_inputs(name, shape, jnp.dtype(flags.dtype), flags.seed)
+            for task in flags.task:
+                reference = None
+                for form in flags.form or CELLS[name].forms:
+                    if reference is None:
+                        reference = reference_results(name, task, shape, inputs)
+                    yield measure(name, form, shape, task, inputs, reference, flags)
+                if flags.peers and reference is not None:
+                    for peer in peer_results(name, task, inputs, reference, flags.repeats):
+                        row = Row(name, peer.peer, str(shape), task, flags.dtype)
+                        yield timed(row, shape, peer.error, peer.seconds)
+
+
+def reference_results(name: str, task: Task, shape: Shape, inputs: dict[str, Array]) -> PyTree:
+    """The same results by the recurrent form in float32, from the same rounded inputs."""
+    inputs = jax.tree.map(lambda x: x.astype(jnp.float32), inputs)
+    return jax.device_get(jax.jit(reference_function(name, task, shape))(inputs))
+
+
+def measure(
+    name: str, form: str, shape: Shape, task: Task, inputs: dict[str, Array], reference: PyTree, flags: Flags
+) -> Row:
+    """Compile, look at the memory, compare with the reference, then time."""
+    row = Row(name, form, str(shape), task, flags.dtype)
+    run = jax.jit(loss_function(name, task, form, flags.chunk_size)).lower(inputs).compile()
+    row = replace(row, temp_mb=run.memory_analysis().temp_size_in_bytes / 1e6)
+    if row.temp_mb > flags.memory_limit * 1e3:
+        return replace(row, note="not run: above --memory-limit")
+    error, budget = worst_error(jax.device_get(run(inputs)), reference), BUDGETS[flags.dtype]
+    limit = budget.forward if task == "forward" else budget.backward
+    if not error <= limit:
+        return replace(row, error=error, note=f"{WRONG}: above {limit:g}")
+    times = []
+    for _ in range(flags.repeats):
+        start = time.perf_counter()
+        jax.block_until_ready(run(inputs))
+        times.append(time.perf_counter() - start)
+    return timed(row, shape, error, statistics.median(times))
+
+
+def timed(row: Row, shape: Shape, error: float, seconds: float) -> Row:
+    """The row with its measurements."""
+    rate = shape.batch * shape.time / seconds
+    return replace(row, error=error, ms=seconds * 1e3, tokens_per_s=rate)
+
+
+def render(rows: list[Row]) -> Table:
+    """The whole table, for the terminal."""
+    table = Table("cell", "form", "BxTxHxKxV", "task", "dtype", "error", "ms", "tokens/s", "temp MB", "")
+    for row in rows:
+        table.add_row(row.cell, row.form, row.shape, row.task, row.dtype, *numbers(row), row.note)
+    return table
+
+
+def numbers(row: Row) -> tuple[str, ...]:
+    """The numbers of a row as text, empty where there is none."""
+    values = ((row.error, ".1e"), (row.ms, ".2f"), (row.tokens_per_s, ".3g"), (row.temp_mb, ".0f"))
+    return tuple("" if value is None else format(value, spec) for value, spec in values)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
