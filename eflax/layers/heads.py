@@ -40,8 +40,8 @@ class HeadMixer(RecurrentMixer):
         expand_v: the size of values is V = expand_v · K; None is the default of the class.
         allow_negative_eigenvalues: beta in (0, 2) instead of (0, 1): delta-rule cells may flip a direction.
         variant: the form of the cell, of GatedEFLA only: "published", "log_rate" or "decay_first".
-        norm_epsilon: added to the mean square of a head's output. Read-outs at the start have an RMS around
-            1e-2 and less (a unit query / sqrt(K)), so 1e-5 and more would damp them.
+        norm_epsilon: added to the mean square of a head's output, which is 1e-4 to 1e-6 at the start (a unit query
+            over sqrt(K), and less behind a fast decay): the usual 1e-5 or 1e-6 would damp the heads.
         kernel_size: tokens under the short convolution.
         form: the form of the cell, None for the fastest that serves.
         chunk_size: tokens in a chunk, for the chunkwise forms.
@@ -70,7 +70,7 @@ class HeadMixer(RecurrentMixer):
         expand_v: float | None = None,
         allow_negative_eigenvalues: bool = False,
         variant: str | None = None,
-        norm_epsilon: float = 1e-6,
+        norm_epsilon: float = 1e-8,
         kernel_size: int = 4,
         form: str | None = None,
         chunk_size: int = 64,
