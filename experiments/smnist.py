@@ -7,11 +7,12 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 
 import jax
 import jax.numpy as jnp
+import optax
 import tyro
 from flax import nnx
 from jaxtyping import Array, Float, PyTree
@@ -29,13 +30,14 @@ from eflax.training import (
     RunFolderError,
     StopRequest,
     Trainer,
-    TrainState,
+    TrainStep,
     adamw,
     cross_entropy,
+    initial_state,
+    make_train_step,
     read_config,
-    start_training,
 )
-from experiments.smnist_flags import Arm, FlagError, Flags, Plan, from_config, make_plan, to_config
+from experiments.smnist_flags import KEYS, Arm, FlagError, Flags, Plan, from_config, make_plan, to_config
 from experiments.smnist_report import write_report
 
 
@@ -88,7 +90,8 @@ def run(flags: Flags, out: Path, console: Console) -> int:
     with RunFolder(out, config, resume=flags.resume is not None) as folder, StopRequest() as stop:
         console.print(f"{len(plan.arms)} trainings of {plan.steps} steps on {plan.dataset}; results in {out}")
         trainer = Trainer(folder, stop, plan.steps, checkpoint_every=flags.checkpoint_every)
-        diverged = [error for arm in plan.arms if (error := run_arm(arm, flags, plan, data, trainer))]
+        compiled = Compiled(flags)
+        diverged = [error for arm in plan.arms if (error := run_arm(arm, compiled, plan, data, trainer))]
         write_report(folder, plan, console)
         console.print(f"Figures, tables, metrics and checkpoints: {out}")
     for error in diverged:
@@ -98,23 +101,50 @@ def run(flags: Flags, out: Path, console: Console) -> int:
 
 def check_cells(flags: Flags, plan: Plan) -> None:
     """Trace every model on an abstract image, so that what cannot run is told before anything does."""
-    for arm in {arm.variant: arm for arm in plan.arms}.values():
+    for variant in dict.fromkeys(arm.variant for arm in plan.arms):
         try:
-            build = partial(build_model, arm, flags)
+            build = partial(build_model, variant, 0, flags)
             jax.eval_shape(lambda build=build: build()(jnp.zeros((1, 784), jnp.float32)))
         except ValueError as error:
-            raise FlagError(f"--cell {arm.variant}: {error}") from error
+            raise FlagError(f"--cell {variant}: {error}") from error
 
 
-def build_model(arm: Arm, flags: Flags) -> SequenceClassifier:
-    """Return the classifier of one training, at its initial parameters."""
-    options = {"form": flags.form, "chunk_size": flags.chunk_size}
-    return SequenceClassifier(
-        cell=arm.cell, normalize_keys=arm.normalize_keys, rngs=nnx.Rngs(arm.seed), **options
-    )
+def build_model(variant: str, seed: int, flags: Flags) -> SequenceClassifier:
+    """Return the classifier of a variant such as "efla" or "efla:unit", at its initial parameters."""
+    cell, _, keys = variant.partition(":")
+    options = {"normalize_keys": KEYS.get(keys), "form": flags.form, "chunk_size": flags.chunk_size}
+    return SequenceClassifier(cell=cell, rngs=nnx.Rngs(seed), **options)
 
 
-def run_arm(arm: Arm, flags: Flags, plan: Plan, data: ImageSet, trainer: Trainer) -> str | None:
+class Compiled:
+    """The compiled functions of each variant, shared by all its learning rates and seeds.
+
+    For that the learning rate is part of the optimizer's state, a number like any other.
+    """
+
+    def __init__(self, flags: Flags) -> None:
+        self.flags = flags
+        self.train_step = cache(self._train_step)
+        self.predict = cache(self._predict)
+
+    def _train_step(self, variant: str) -> TrainStep:
+        return make_train_step(self._model(variant), optimizer(0.0), loss_function)
+
+    def _predict(self, variant: str) -> Callable[[PyTree, PyTree, Array], Array]:
+        graph = nnx.graphdef(self._model(variant))
+        return jax.jit(lambda params, rest, pixels: nnx.merge(graph, params, rest)(pixels))
+
+    def _model(self, variant: str) -> SequenceClassifier:
+        return nnx.eval_shape(lambda: build_model(variant, 0, self.flags))
+
+
+def optimizer(lr: float) -> optax.GradientTransformation:
+    """Return the optimizer of the released script: AdamW with PyTorch's defaults on all parameters, clip 1."""
+    fixed = ("b1", "b2", "eps", "weight_decay", "clip_norm", "decayed")
+    return optax.inject_hyperparams(adamw, static_args=fixed)(learning_rate=lr)
+
+
+def run_arm(arm: Arm, compiled: Compiled, plan: Plan, data: ImageSet, trainer: Trainer) -> str | None:
     """Do what is left of one training and its evaluation; returns what went wrong if it diverged."""
     records = [record for record in trainer.folder.records() if record["run"] == arm.name]
     for record in records:
@@ -125,16 +155,16 @@ def run_arm(arm: Arm, flags: Flags, plan: Plan, data: ImageSet, trainer: Trainer
     left = [(name, i) for name, i in points if (name, FAMILIES[name].strengths[i]) not in done]
     if not left:
         return None
-    model = build_model(arm, flags)
-    state, train_step = start_training(model, adamw(arm.lr), loss_function)
+    state = initial_state(build_model(arm.variant, arm.seed, compiled.flags), optimizer(arm.lr))
     batches = image_batches(data.x_train, data.y_train, plan.batch_size, arm.seed)
     try:
-        state = trainer.train(arm.name, state, train_step, batches)
+        state = trainer.train(arm.name, state, compiled.train_step(arm.variant), batches)
     except Diverged as error:
         message = f"{arm.name} {error}"
         trainer.folder.append([{"run": arm.name, "step": plan.steps, "diverged": message}])
         return message
-    evaluate(arm, predictor(model, state), plan, data, left, trainer)
+    predict = partial(compiled.predict(arm.variant), state.params, state.rest)
+    evaluate(arm, predict, plan, data, left, trainer)
     return None
 
 
@@ -144,18 +174,6 @@ def loss_function(
     """Return the cross-entropy of a batch of `image_batches`, and its accuracy."""
     logits = model(batch["pixels"].astype(jnp.float32) / 255)
     return cross_entropy(logits, batch["label"], batch["weight"])
-
-
-def predictor(
-    model: SequenceClassifier, state: TrainState
-) -> Callable[[Float[Array, "B T"]], Float[Array, "B K"]]:
-    """Return the trained model as a compiled function of pixels."""
-    graph = nnx.graphdef(model)
-
-    def predict(params: PyTree, rest: PyTree, pixels: Float[Array, "B T"]) -> Float[Array, "B K"]:
-        return nnx.merge(graph, params, rest)(pixels)
-
-    return partial(jax.jit(predict), state.params, state.rest)
 
 
 def evaluate(

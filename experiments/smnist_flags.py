@@ -119,14 +119,9 @@ class Flags:
 
 @dataclass(frozen=True)
 class Arm:
-    """One training: a cell with its kind of keys, a learning rate and a seed.
-
-    `variant` is the name in tables, `normalize_keys` what the classifier gets (None: the cell's own way).
-    """
+    """One training: a cell with its kind of keys (such as "efla" or "efla:unit"), a learning rate and a seed."""
 
     variant: str
-    cell: str
-    normalize_keys: bool | None
     lr: float
     seed: int
 
@@ -183,10 +178,9 @@ def _arms(flags: Flags, preset: Preset) -> tuple[Arm, ...]:
     stride = len(variants) if preset.own_seeds else 1
     arms = []
     for position, variant in enumerate(variants):
-        cell, _, keys = variant.partition(":")
         for lr in SWEEP if flags.lr_sweep else (rates[variant],):
             seed = first + (position if preset.own_seeds else 0)
-            arms += [Arm(variant, cell, KEYS.get(keys), lr, seed + stride * n) for n in range(flags.seeds)]
+            arms += [Arm(variant, lr, seed + stride * n) for n in range(flags.seeds)]
     return tuple(arms)
 
 

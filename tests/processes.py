@@ -14,8 +14,14 @@ LONGEST_WAIT = 300  # seconds: a slow machine only makes the test slow
 def launch(*command: str) -> subprocess.Popen[str]:
     """Start `python COMMAND` in the checkout, on the CPU."""
     environment = {**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)}
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
-    return subprocess.Popen([sys.executable, *command], text=True, cwd=ROOT, env=environment, **pipes)
+    return subprocess.Popen(
+        [sys.executable, *command],
+        text=True,
+        cwd=ROOT,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+    )
 
 
 def finish(process: subprocess.Popen[str]) -> tuple[int, str]:

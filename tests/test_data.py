@@ -135,7 +135,7 @@ def http_server(tmp_path):
     from types import SimpleNamespace
 
     class Quiet(SimpleHTTPRequestHandler):
-        def log_message(self, *_):
+        def log_message(self, format, *args):
             pass
 
     folder = tmp_path / "served"

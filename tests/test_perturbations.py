@@ -55,12 +55,15 @@ def test_set():
 
 
 def test_evaluation_does_not_depend_on_batches_or_history(test_set):
+    images, labels = test_set
     for family, index in [("scale", 0), ("noise", 7), ("dropout", 4)]:
-        counts = [count_correct(predict_dark, *test_set, family, index, size) for size in (53, 10, 7, 1000)]
+        counts = [
+            count_correct(predict_dark, images, labels, family, index, size) for size in (53, 10, 7, 1000)
+        ]
         assert len(set(counts)) == 1
-    assert count_correct(predict_dark, *test_set, "scale", 0) == 53
-    assert count_correct(predict_dark, *test_set, "scale", 4) == (test_set[1] == 1).sum()
-    assert count_correct(predict_dark, *test_set, "dropout", 10) == (test_set[1] == 0).sum()
+    assert count_correct(predict_dark, images, labels, "scale", 0) == 53
+    assert count_correct(predict_dark, images, labels, "scale", 4) == (labels == 1).sum()
+    assert count_correct(predict_dark, images, labels, "dropout", 10) == (labels == 0).sum()
 
 
 def test_logits_that_are_not_finite_are_wrong(test_set):
@@ -71,8 +74,15 @@ def test_logits_that_are_not_finite_are_wrong(test_set):
 
 
 def test_one_compilation_serves_all_strengths(test_set):
-    predict = jax.jit(predict_dark)
+    images, labels = test_set
+    traced = []
+
+    @jax.jit
+    def predict(pixels):
+        traced.append(pixels.shape)
+        return predict_dark(pixels)
+
     for index in range(10):
-        count_correct(predict, *test_set, "noise", index, 10)
-        count_correct(predict, *test_set, "scale", index, 10)
-    assert predict._cache_size() == 1
+        count_correct(predict, images, labels, "noise", index, 10)
+        count_correct(predict, images, labels, "scale", index, 10)
+    assert traced == [(10, 784)]

@@ -17,7 +17,8 @@ from eflax.training import (
     Trainer,
     adamw,
     cross_entropy,
-    start_training,
+    initial_state,
+    make_train_step,
 )
 
 STEPS = 60
@@ -38,7 +39,8 @@ def loss_function(model, batch):
 
 
 def start(lr=1e-2):
-    return start_training(Network(nnx.Rngs(0)), adamw(lr), loss_function)
+    model = Network(nnx.Rngs(0))
+    return initial_state(model, adamw(lr)), make_train_step(model, adamw(lr), loss_function)
 
 
 def batches():

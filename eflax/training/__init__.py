@@ -4,7 +4,7 @@ from eflax.training.checkpoint import CheckpointError, Checkpoints
 from eflax.training.interrupt import Interrupted, StopRequest
 from eflax.training.loop import Diverged, Trainer
 from eflax.training.run_folder import RunFolder, RunFolderError, read_config
-from eflax.training.step import TrainState, adamw, cross_entropy, start_training
+from eflax.training.step import TrainState, TrainStep, adamw, cross_entropy, initial_state, make_train_step
 
 __all__ = [
     "CheckpointError",
@@ -15,9 +15,11 @@ __all__ = [
     "RunFolderError",
     "StopRequest",
     "TrainState",
+    "TrainStep",
     "Trainer",
     "adamw",
     "cross_entropy",
+    "initial_state",
+    "make_train_step",
     "read_config",
-    "start_training",
 ]

@@ -51,7 +51,7 @@ class Trainer:
         Args:
             name: of this training within the folder.
             state: the initial state; its buffers are given away.
-            train_step: maps (state, batch) to (state, metrics), see `start_training`.
+            train_step: maps (state, batch) to (state, metrics), see `make_train_step`.
             batches: at its first batch.
 
         Raises:

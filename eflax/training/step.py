@@ -61,20 +61,27 @@ def cross_entropy(
     return (losses * weight).sum() / total, {"accuracy": (correct * weight).sum() / total}
 
 
-def start_training(
+def initial_state(model: nnx.Module, optimizer: optax.GradientTransformation) -> TrainState:
+    """Return the state from which `model` is trained; the model itself is not changed by that."""
+    _, params, rest = nnx.split(model, nnx.Param, ...)
+    # A train step gives the buffers of its state away, so they must not be the model's.
+    return jax.tree.map(jnp.copy, TrainState(params, rest, optimizer.init(params)))
+
+
+def make_train_step(
     model: nnx.Module, optimizer: optax.GradientTransformation, loss_function: LossFunction
-) -> tuple[TrainState, TrainStep]:
-    """Return the initial state and the jitted step of training `model`.
+) -> TrainStep:
+    """Return the jitted step of training `model`, or another model of the same structure.
 
     The step maps (state, batch) to (state, metrics): it donates the state it is given, and its metrics are
     scalars: "loss", "grad_norm" (before clipping), and what the loss function adds.
 
     Args:
-        model: an NNX module; its `nnx.Param`s are trained. It is not changed.
+        model: an NNX module; its `nnx.Param`s are trained. Only its structure is used.
         optimizer: gives the updates.
         loss_function: maps (model, batch) to (scalar loss, dict of scalar metrics).
     """
-    graph, params, rest = nnx.split(model, nnx.Param, ...)
+    graph = nnx.graphdef(model)
 
     def loss_of(params: PyTree, rest: PyTree, batch: PyTree) -> tuple[jax.Array, Metrics]:
         return loss_function(nnx.merge(graph, params, rest), batch)
@@ -87,6 +94,4 @@ def start_training(
         metrics = {"loss": loss, "grad_norm": optax.tree.norm(grads), **metrics}
         return TrainState(params, state.rest, opt_state), metrics
 
-    # The step gives its buffers away, so the state must not share them with the model.
-    state = jax.tree.map(jnp.copy, TrainState(params, rest, optimizer.init(params)))
-    return state, jax.jit(train_step, donate_argnums=0)
+    return jax.jit(train_step, donate_argnums=0)
