@@ -171,6 +171,12 @@ def test_checkpoint_round_trip_keeps_the_last_two(saved):
     assert sorted(path.name for path in saved.folder.iterdir()) == ["2", "3"]
 
 
+def test_a_checkpoint_is_never_silently_left_out(saved):
+    for step in (2, 3):
+        with pytest.raises(CheckpointError, match=f"checkpoint {step} was not written"):
+            saved.save(step, STATE)
+
+
 def test_half_written_checkpoint_is_not_taken_for_whole(saved):
     half = saved.folder / "4.orbax-checkpoint-tmp"
     (half / "state").mkdir(parents=True)

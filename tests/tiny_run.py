@@ -2,6 +2,7 @@
 
 import sys
 import time
+from functools import cache
 from pathlib import Path
 
 import jax
@@ -38,9 +39,13 @@ def loss_function(model, batch):
     return cross_entropy(logits, batch["label"], batch["weight"])
 
 
-def start(lr=1e-2):
-    model = Network(nnx.Rngs(0))
-    return initial_state(model, adamw(lr)), make_train_step(model, adamw(lr), loss_function)
+def start():
+    return initial_state(Network(nnx.Rngs(0)), adamw(1e-2)), train_step()
+
+
+@cache
+def train_step():
+    return make_train_step(Network(nnx.Rngs(0)), adamw(1e-2), loss_function)
 
 
 def batches():

@@ -1,6 +1,5 @@
 """Checkpoints through Orbax: written whole or not at all, checked leaf by leaf when read."""
 
-import logging
 import zlib
 from pathlib import Path
 from typing import Any
@@ -34,7 +33,6 @@ class Checkpoints:
         self.folder = folder.absolute()
         self._keep = keep
         self._opened: ocp.CheckpointManager | None = None
-        logging.getLogger("absl").setLevel(logging.ERROR)  # Orbax tells of each file it writes
 
     @property
     def _manager(self) -> ocp.CheckpointManager:
@@ -50,7 +48,11 @@ class Checkpoints:
         return self._manager.latest_step() if self.folder.is_dir() else None
 
     def save(self, step: int, state: PyTree, **extra: Any) -> None:
-        """Write `state`, a tree of arrays, and `extra`, which JSON can hold; returns when it is on disk."""
+        """Write `state`, a tree of arrays, and `extra`, which JSON can hold; returns when it is on disk.
+
+        Raises:
+            CheckpointError: the folder holds a checkpoint of this or a later step.
+        """
         leaves = _named_leaves(state)
         meta = {
             "format": FORMAT,
@@ -60,7 +62,8 @@ class Checkpoints:
             **extra,
         }
         items = ocp.args.Composite(**{STATE: ocp.args.StandardSave(leaves), META: ocp.args.JsonSave(meta)})
-        self._manager.save(step, args=items)
+        if not self._manager.save(step, args=items):
+            raise CheckpointError(f"checkpoint {step} was not written: {self.folder} holds it or a later one")
 
     def restore(self, template: PyTree) -> tuple[PyTree, dict[str, Any]]:
         """Return the newest state and what was saved beside it.
