@@ -47,6 +47,7 @@ def test_pieces_equal_the_whole_in_the_default_form(name):
     assert_close(in_pieces(layer, x, (33, 16, 1))[0], call(layer, x)[0])
 
 
+@pytest.mark.newest_jax
 @every_layer
 def test_single_tokens_equal_the_whole(name):
     layer, x = make(name), tokens(18)

@@ -196,6 +196,7 @@ def records(out: Path) -> list[dict]:
     return [{key: value for key, value in line.items() if key != "time"} for line in lines]
 
 
+@pytest.mark.newest_jax
 def test_a_run_leaves_its_files(whole_run):
     logged = records(whole_run)
     for run in ("delta_rule-lr0.003-seed43", "efla-lr0.003-seed43"):
