@@ -4,6 +4,7 @@ import itertools
 import json
 import os
 import signal
+import time
 
 import jax
 import jax.numpy as jnp
@@ -88,6 +89,7 @@ def test_padding_rows_count_for_nothing():
     assert (gradient[4:] == 0).all()
 
 
+@pytest.mark.newest_jax
 def test_loss_falls_every_step_is_logged_and_one_compilation_serves_partial_batches(tmp_path):
     compiled = []
     train(tmp_path / "run", 30, lambda step: compiled.append(step) or step, log_every=4)
@@ -161,6 +163,7 @@ def saved(tmp_path):
     checkpoints.close()
 
 
+@pytest.mark.newest_jax
 def test_checkpoint_round_trip_keeps_the_last_two(saved):
     state, meta = saved.restore(STATE)
     jax.tree.map(
@@ -212,6 +215,8 @@ def damage_meta(folder):
     (folder / "meta" / "metadata").write_text('{"format": ')
 
 
+# Where one array cannot be read, Orbax closes its event loop on the reads of the others, which then complain.
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize("damage", [damage_largest, remove_meta, remove_arrays, damage_meta])
 def test_damaged_checkpoint_is_refused(saved, damage):
     damage(saved.folder / "3")
@@ -219,6 +224,7 @@ def test_damaged_checkpoint_is_refused(saved, damage):
     with pytest.raises(CheckpointError, match=r"3 is damaged.*delete that folder"):
         again.restore(STATE)
     again.close()
+    time.sleep(0.5)  # for the complaints to come in this test
 
 
 def test_foreign_checkpoint_is_refused(saved, tmp_path):
