@@ -1,0 +1,91 @@
+"""Runs the cells under test on the inputs of the table, in one compiled function a case, form and chunk size."""
+
+from functools import cache
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import oracle
+import pytest
+import regimes
+
+from eflax import cells
+
+CASE_FORMS = [
+    pytest.param(name, form, id=f"{name}-{form}")
+    for name, case in oracle.CASES.items()
+    for form in cells.CELLS[case.cell].forms
+]
+DEFAULT_FORMS = [param for param in CASE_FORMS if param.values[0] in oracle.DEFAULTS]
+
+
+def call(case_name, inputs, segment_ids=None, **keywords):
+    """Call the cell of a case on a dict of inputs; a form of another platform skips the test, and says so."""
+    case = oracle.CASES[case_name]
+    try:
+        return cells.CELLS[case.cell](
+            *(inputs[name] for name in case.arguments),
+            initial_state=inputs.get("initial_state"),
+            segment_ids=segment_ids,
+            **case.options,
+            **keywords,
+        )
+    except cells.UnsupportedForm as reason:
+        if not str(keywords.get("form")).startswith("pallas"):
+            raise
+        pytest.skip(str(reason))
+
+
+def cast(inputs, dtype):
+    """Round inputs to a dtype and put them on the device; the initial state stays float32 (float64 for float64)."""
+    state_dtype = jnp.promote_types(dtype, jnp.float32)
+    state = jax.tree.map(lambda x: jnp.asarray(x, state_dtype), inputs["initial_state"])
+    return {name: jnp.asarray(x, dtype) for name, x in inputs.items() if name != "initial_state"} | {
+        "initial_state": state
+    }
+
+
+def problem(case_name, regime_name="random", shape=regimes.BASE, dtype=jnp.float32):
+    """Inputs of the table on the device, loss weights that every dtype represents exactly, and segment ids."""
+    case = oracle.CASES[case_name]
+    inputs = cast(regimes.draw(case, regime_name, shape), dtype)
+    weights = regimes.draw_weights(case, regime_name, shape)
+    weights = jax.tree.map(lambda w: w.astype(jnp.bfloat16).astype(np.float32), weights)
+    packed = regimes.REGIMES[regime_name].packed
+    return inputs, weights, jnp.asarray(regimes.segment_ids(shape)) if packed else None
+
+
+def has_scale(case_name):
+    """Whether the cell multiplies queries by a scale: all but the selective SSM do."""
+    return "q" in oracle.CASES[case_name].arguments
+
+
+def weighted_sum(result, weights):
+    """The scalar loss <weights, result> over the leaves of both."""
+    pairs = zip(jax.tree.leaves(result), jax.tree.leaves(weights), strict=True)
+    return sum((jnp.sum(x.astype(w.dtype) * w) for x, w in pairs), start=jnp.float32(0.0))
+
+
+@cache
+def compiled(case_name, form, chunk_size=16, scale=1.0):
+    """Jitted (inputs, weights, segment_ids) -> results and gradients; jit itself keeps one entry a shape."""
+
+    def loss(inputs, weights, segment_ids):
+        keywords = {"scale": scale} if has_scale(case_name) else {}
+        result = call(case_name, inputs, segment_ids, form=form, chunk_size=chunk_size, **keywords)
+        return weighted_sum(result, weights), result
+
+    def run(inputs, weights, segment_ids=None):
+        (_, (outputs, state)), gradients = jax.value_and_grad(loss, has_aux=True)(
+            inputs, weights, segment_ids
+        )
+        return {"outputs": outputs, "state": state, "gradients": gradients}
+
+    return jax.jit(run, compiler_options=oracle.QUICK_COMPILE)
+
+
+@cache
+def referee(case_name, regime_name, shape, dtype_name="float32", scale=1.0):
+    """A problem of the table and the oracle's answer to it, computed once a process."""
+    inputs, weights, segment_ids = problem(case_name, regime_name, shape, jnp.dtype(dtype_name))
+    return inputs, weights, segment_ids, oracle.evaluate(case_name, inputs, weights, segment_ids, scale)

@@ -1,0 +1,56 @@
+"""Every form of every cell equals the float64 oracle: outputs, final state, every gradient, in every regime."""
+
+import harness
+import numpy as np
+import oracle
+import pytest
+import regimes
+from budgets import BUDGETS, excesses
+
+SCALE = 0.7
+BUDGET = BUDGETS["float32"]
+LONG_REGIMES = (
+    "random",
+    "correlated_keys",
+    "repeated_key",
+    "huge_keys",
+    "mixed_magnitudes",
+    "strong_decay_everywhere",
+    "reset_inside_chunk",
+)
+
+
+def deviations(case_name, form, shape, regime_names):
+    """One line for every quantity of every regime that leaves its budget; all regimes share one compilation."""
+    run = harness.compiled(case_name, form, shape.chunk_size, SCALE)
+    lines = []
+    for regime in regime_names:
+        inputs, weights, segment_ids, expected = harness.referee(case_name, regime, shape, scale=SCALE)
+        if shape == regimes.BASE and segment_ids is None:
+            segment_ids = np.zeros((shape.B, shape.T), np.int32)  # traced as packed documents are
+        result = run(inputs, weights, segment_ids)
+        for name in ("outputs", "state"):
+            lines += excesses(result[name], expected[name], BUDGET.forward, f"{regime} {name}")
+        lines += excesses(result["gradients"], expected["gradients"], BUDGET.backward, f"{regime} gradient")
+    return "\n".join(lines)
+
+
+@pytest.mark.parametrize(("case_name", "form"), harness.CASE_FORMS)
+def test_regimes(case_name, form):
+    lines = deviations(case_name, form, regimes.BASE, regimes.regimes_of(oracle.CASES[case_name]))
+    assert not lines, lines
+
+
+@pytest.mark.parametrize("shape", regimes.LENGTHS, ids=lambda shape: f"T{shape.T}")
+@pytest.mark.parametrize(("case_name", "form"), harness.DEFAULT_FORMS)
+def test_lengths(case_name, form, shape):
+    lines = deviations(case_name, form, shape, ["random", "final_state_only"])
+    assert not lines, lines
+
+
+@pytest.mark.newest_jax
+@pytest.mark.parametrize(("case_name", "form"), harness.DEFAULT_FORMS)
+def test_several_chunks_of_64(case_name, form):
+    names = set(LONG_REGIMES) & set(regimes.regimes_of(oracle.CASES[case_name]))
+    lines = deviations(case_name, form, regimes.LONG, sorted(names))
+    assert not lines, lines

@@ -1,0 +1,154 @@
+"""The state as an object: carried from piece to piece, from chunk to single tokens, absent, or read alone."""
+
+import harness
+import jax
+import jax.numpy as jnp
+import numpy as np
+import oracle
+import pytest
+import regimes
+from budgets import BUDGETS, assert_close
+
+from eflax import cells
+
+SHAPE = regimes.Shape(T=50, B=1, HV=2)
+FORWARD, BACKWARD = BUDGETS["float32"]
+DECODERS = pytest.mark.parametrize("case_name", oracle.CASES)
+
+
+def part(case_name, inputs, start, stop, state):
+    pieces = {
+        n: inputs[n] if n == "A" else inputs[n][:, start:stop] for n in oracle.CASES[case_name].arguments
+    }
+    return pieces | {"initial_state": state}
+
+
+def cell_of(case_name):
+    return cells.CELLS[oracle.CASES[case_name].cell]
+
+
+def token(case_name, inputs, t):
+    return [inputs[n] if n == "A" else inputs[n][:, t] for n in oracle.CASES[case_name].arguments]
+
+
+@pytest.mark.parametrize(("case_name", "form"), harness.DEFAULT_FORMS)
+def test_pieces_with_carried_state_equal_the_whole(case_name, form):
+    inputs, _, _ = harness.problem(case_name, "random", SHAPE)
+    whole, final = harness.call(case_name, inputs, form=form, chunk_size=16)
+    pieces, state, start = [], inputs["initial_state"], 0
+    for length in (17, 16, 1, 16):
+        piece = part(case_name, inputs, start, start + length, state)
+        outputs, state = harness.call(case_name, piece, form=form, chunk_size=16)
+        pieces.append(outputs)
+        start += length
+    assert_close(jnp.concatenate(pieces, axis=1), np.asarray(whole), FORWARD)
+    assert_close(state, oracle.as_float64(final), FORWARD)
+
+
+@DECODERS
+def test_steps_equal_the_whole(case_name):
+    inputs, _, _ = harness.problem(case_name, "random", SHAPE)
+    case, cell = oracle.CASES[case_name], cell_of(case_name)
+    expected, final = harness.call(case_name, inputs, form=cell.forms[-1], chunk_size=16)
+    step = jax.jit(lambda state, *arguments: cell.step(state, *arguments, **case.options))
+    state, outputs = inputs["initial_state"], []
+    for t in range(SHAPE.T):
+        state, output = step(state, *token(case_name, inputs, t))
+        outputs.append(output)
+    assert_close(jnp.stack(outputs, axis=1), np.asarray(expected), FORWARD)
+    assert_close(state, oracle.as_float64(final), FORWARD)
+
+
+@pytest.mark.parametrize(("case_name", "form"), harness.CASE_FORMS)
+def test_one_token_is_one_step(case_name, form):
+    inputs, _, _ = harness.problem(case_name, "random", regimes.BASE)
+    case, scale = oracle.CASES[case_name], {"scale": 0.7} if harness.has_scale(case_name) else {}
+    state, output = cell_of(case_name).step(
+        inputs["initial_state"], *token(case_name, inputs, 3), **scale, **case.options
+    )
+    one = part(case_name, inputs, 3, 4, inputs["initial_state"])
+    outputs, final = harness.call(case_name, one, form=form, **scale)
+    assert_close(outputs[:, 0], np.asarray(output), 1e-6)
+    assert_close(final, oracle.as_float64(state), 1e-6)
+
+
+@pytest.mark.parametrize(("case_name", "form"), harness.DEFAULT_FORMS)
+def test_decode_continues_a_prefill(case_name, form):
+    """The layout of the state is the same in every form, K and V not confused."""
+    inputs, _, _ = harness.problem(case_name, "random", SHAPE)
+    expected, final = harness.call(case_name, inputs, form="recurrent")
+    prefill = part(case_name, inputs, 0, SHAPE.T - 1, inputs["initial_state"])
+    _, state = harness.call(case_name, prefill, form=form, chunk_size=16)
+    state, output = cell_of(case_name).step(state, *token(case_name, inputs, SHAPE.T - 1))
+    assert_close(output, np.asarray(expected[:, -1]), FORWARD)
+    assert_close(state, oracle.as_float64(final), FORWARD)
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["whole", "packed"])
+@pytest.mark.parametrize(("case_name", "form"), harness.DEFAULT_FORMS)
+def test_no_initial_state_is_a_zero_one(case_name, form, packed):
+    inputs, weights, ids = harness.problem(case_name, "packed" if packed else "random", regimes.BASE)
+    zeros = jax.tree.map(jnp.zeros_like, inputs["initial_state"])
+    run = harness.compiled(case_name, form)
+    given = run(inputs | {"initial_state": zeros}, weights, ids)
+    absent = run(inputs | {"initial_state": None}, weights, ids)
+    del given["gradients"]["initial_state"], absent["gradients"]["initial_state"]
+    assert_close(absent, oracle.as_float64(given), 1e-6)
+
+
+@DECODERS
+def test_init_state_is_zeros_of_the_right_shape(case_name):
+    shape = regimes.BASE
+    sizes = (
+        (shape.B, shape.HV, shape.K, shape.V) if harness.has_scale(case_name) else (shape.B, shape.V, shape.K)
+    )
+    state = cell_of(case_name).init_state(*sizes)
+    like = harness.problem(case_name)[0]["initial_state"]
+    assert jax.tree.structure(state) == jax.tree.structure(like)
+    for x, y in zip(jax.tree.leaves(state), jax.tree.leaves(like), strict=True):
+        assert (x.shape, x.dtype) == (y.shape, jnp.float32)
+        assert not np.any(x)
+
+
+@pytest.mark.parametrize(("case_name", "form"), harness.CASE_FORMS)
+def test_empty_sequence_returns_the_initial_state(case_name, form):
+    inputs, _, _ = harness.problem(case_name, "random", regimes.BASE._replace(T=0))
+    for ids in (None, jnp.zeros((regimes.BASE.B, 0), jnp.int32)):
+        outputs, state = harness.call(case_name, inputs, ids, form=form)
+        values = inputs["v" if harness.has_scale(case_name) else "x"]
+        assert (outputs.shape, outputs.dtype) == (values.shape, values.dtype)
+        for x, y in zip(jax.tree.leaves(state), jax.tree.leaves(inputs["initial_state"]), strict=True):
+            np.testing.assert_array_equal(x, y)
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["whole", "packed"])
+@pytest.mark.parametrize("case_name", oracle.DEFAULTS)
+def test_chunk_size_changes_nothing(case_name, packed):
+    shape = regimes.Shape(T=200, B=1, H=1, HV=2, K=6, V=5)
+    inputs, weights, _ = harness.problem(case_name, "random", shape)
+    ids = jnp.asarray(np.repeat(np.arange(5), [1, 63, 30, 34, 72])[None], jnp.int32) if packed else None
+    results = [harness.compiled(case_name, "chunkwise", size)(inputs, weights, ids) for size in (16, 32, 64)]
+    for result in results[1:]:
+        assert_close(result, oracle.as_float64(results[0]), 1e-5)
+
+
+@pytest.mark.parametrize(("case_name", "form"), harness.CASE_FORMS)
+def test_state_alone_and_read_out_of_it(case_name, form):
+    """Without queries only the final state is computed; `read` gives the last output from it."""
+    inputs, _, _ = harness.problem(case_name)
+    case, query = oracle.CASES[case_name], "q" if harness.has_scale(case_name) else "C"
+    scale = {"scale": 0.7} if harness.has_scale(case_name) else {}
+    outputs, state = harness.call(case_name, inputs, form=form, chunk_size=16, **scale)
+    nothing, alone = harness.call(case_name, inputs | {query: None}, form=form, chunk_size=16, **scale)
+    assert nothing is None
+    assert_close(alone, oracle.as_float64(state), 1e-6)
+    options = {name: value for name, value in case.options.items() if name == "normalize"}
+    last = cell_of(case_name).read(alone, inputs[query][:, -1], **scale, **options)
+    assert_close(last, np.asarray(outputs[:, -1]), FORWARD)
+
+
+@pytest.mark.parametrize("case_name", oracle.DEFAULTS)
+def test_default_form_is_one_of_the_forms(case_name):
+    inputs, _, _ = harness.problem(case_name)
+    results = [harness.call(case_name, inputs, form=form) for form in (None, "recurrent")]
+    assert_close(results[0], oracle.as_float64(results[1]), FORWARD)
