@@ -10,7 +10,7 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -147,7 +147,9 @@ def measurements(flags: Flags, shapes: list[Shape]) -> Iterator[Row]:
                         reference = reference_results(name, task, shape, inputs)
                     yield measure(name, form, shape, task, inputs, reference, flags)
                 if flags.peers and reference is not None:
-                    for peer in peer_results(name, task, inputs, reference, flags.repeats):
+                    for peer in peer_results(
+                        name, task, inputs, reference, flags.repeats, flags.memory_limit
+                    ):
                         row = Row(name, peer.peer, str(shape), task, flags.dtype)
                         yield timed(row, shape, peer.error, peer.seconds)
 
@@ -155,7 +157,7 @@ def measurements(flags: Flags, shapes: list[Shape]) -> Iterator[Row]:
 def reference_results(name: str, task: Task, shape: Shape, inputs: dict[str, Array]) -> PyTree:
     """The same results by the recurrent form in float32, from the same rounded inputs."""
     inputs = jax.tree.map(lambda x: x.astype(jnp.float32), inputs)
-    return jax.device_get(jax.jit(reference_function(name, task, shape))(inputs))
+    return jax.jit(reference_function(name, task, shape))(inputs)
 
 
 def measure(
@@ -164,10 +166,11 @@ def measure(
     """Compile, look at the memory, compare with the reference, then time."""
     row = Row(name, form, str(shape), task, flags.dtype)
     run = jax.jit(loss_function(name, task, form, flags.chunk_size)).lower(inputs).compile()
-    row = replace(row, temp_mb=run.memory_analysis().temp_size_in_bytes / 1e6)
-    if row.temp_mb > flags.memory_limit * 1e3:
+    analysis: Any = run.memory_analysis()
+    row = replace(row, temp_mb=analysis.temp_size_in_bytes / 1e6)
+    if analysis.temp_size_in_bytes > flags.memory_limit * 1e9:
         return replace(row, note="not run: above --memory-limit")
-    error, budget = worst_error(jax.device_get(run(inputs)), reference), BUDGETS[flags.dtype]
+    error, budget = worst_error(run(inputs), reference), BUDGETS[flags.dtype]
     limit = budget.forward if task == "forward" else budget.backward
     if not error <= limit:
         return replace(row, error=error, note=f"{WRONG}: above {limit:g}")

@@ -13,6 +13,8 @@ from jaxtyping import Array, PyTree
 
 from eflax.evaluation.agreement import worst_error
 
+LOOP = "torch-loop"
+
 type Peer = Callable[..., tuple[Any, Any]]
 
 
@@ -25,11 +27,18 @@ class PeerResult(NamedTuple):
 
 
 def peer_results(
-    name: str, task: str, inputs: dict[str, Array], reference: PyTree, repeats: int
+    name: str, task: str, inputs: dict[str, Array], reference: PyTree, repeats: int, memory_limit: float
 ) -> Iterator[PeerResult]:
-    """Run every installed peer of a cell; on the GPU where torch has one, else on the CPU."""
+    """Run every installed peer of a cell; on the GPU where torch has one, else on the CPU.
+
+    The loop is left out where its autograd graph, several states for every token, would need more than
+    `memory_limit` GB.
+    """
     peers = installed_peers(name, inputs["q"].dtype.name) if "q" in inputs else {}
     for label, peer in peers.items():
+        states = inputs["k"].size * inputs["v"].shape[-1] * 4 * 4 / 1e9
+        if label == LOOP and task != "forward" and states > memory_limit:
+            continue
         run, synchronize = prepare(peer, task, inputs)
         error = worst_error(run(), reference)
         times = []
@@ -50,7 +59,7 @@ def installed_peers(name: str, dtype: str) -> dict[str, Peer]:
 
     loops = {"delta_rule": torch_loop, "gated_delta_rule": torch_loop, "ssd": torch_loop}
     loops["efla"] = partial(torch_loop, exact=True)
-    peers = {"torch-loop": loops[name]} if name in loops else {}
+    peers = {LOOP: loops[name]} if name in loops else {}
     if torch.cuda.is_available() and find_spec("fla") is not None and dtype != "float32":
         kernels = fla_kernels()
         peers |= {"fla": kernels[name]} if name in kernels else {}

@@ -1,10 +1,11 @@
 """How far two evaluations of the same thing may lie apart: the project's one table of error budgets."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
-from jaxtyping import ArrayLike, PyTree
+from jaxtyping import Array, PyTree
 
 FLOOR = 1e-2
 
@@ -25,16 +26,18 @@ BUDGETS = {
 }
 
 
-def error(x: ArrayLike, reference: ArrayLike) -> float:
+def error(x: Array | np.ndarray, reference: Array | np.ndarray) -> float:
     """RMS(x − reference) / max(RMS(reference), FLOOR); infinite where x is not finite or has another shape.
 
     Below FLOOR an error counts absolutely: what is zero in exact arithmetic is rounding noise of its neighbours
-    of order one. Budgets are meant for the same rounded inputs on both sides.
+    of order one. Budgets are meant for the same rounded inputs on both sides. Computed in float64 by NumPy, or
+    on the reference's device, in its dtype, where the reference is a JAX array.
     """
-    x, reference = np.asarray(x, np.float64), np.asarray(reference, np.float64)
-    if x.shape != reference.shape or not np.isfinite(x).all():
+    if x.shape != reference.shape:
         return float("inf")
-    return _rms(x - reference) / max(_rms(reference), FLOOR) if x.size else 0.0
+    if isinstance(reference, jax.Array):
+        return float(_device_error(jnp.asarray(x), reference))
+    return float(_error(np, np.asarray(x, np.float64), np.asarray(reference, np.float64)))
 
 
 def worst_error(results: PyTree, references: PyTree) -> float:
@@ -42,5 +45,13 @@ def worst_error(results: PyTree, references: PyTree) -> float:
     return max(jax.tree.leaves(jax.tree.map(error, results, references)), default=0.0)
 
 
-def _rms(x: np.ndarray) -> float:
-    return float(np.sqrt(np.mean(np.square(x))))
+def _error(xp: Any, x: Any, reference: Any) -> Any:
+    if x.size == 0:
+        return 0.0
+    rms, scale = (xp.sqrt(xp.mean(xp.square(z))) for z in (x - reference, reference))
+    return xp.where(xp.isfinite(x).all(), rms / xp.maximum(scale, FLOOR), xp.inf)
+
+
+@jax.jit
+def _device_error(x: Array, reference: Array) -> Array:
+    return jnp.asarray(_error(jnp, x.astype(reference.dtype), reference))
