@@ -1,6 +1,7 @@
 """The classifier of the robustness experiment: its parameters, its definition, its economy."""
 
 import re
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +17,7 @@ LENGTH, WIDTH = 20, 8
 every_cell = pytest.mark.parametrize("cell", cells.CELLS)
 
 
-def make(cell, **options):
+def make(cell, **options) -> Any:
     options = {"length": LENGTH, "width": WIDTH, "form": "recurrent"} | options
     return SequenceClassifier(cell, **options, rngs=nnx.Rngs(0))
 
@@ -92,7 +93,7 @@ def test_it_is_the_model_of_the_released_script(cell, normalize_keys):
 
 def test_initial_strength_of_black_and_white_pixels():
     """EFLA barely writes the background: λ ≈ 0.006 for a black pixel and about 8 for a white one; β ≈ 0.12."""
-    model = SequenceClassifier("efla", rngs=nnx.Rngs(0))
+    model = make("efla", length=784, width=64)
     assert float(jnp.std(model.positions[...])) == pytest.approx(0.02, rel=0.02)
 
     def energy(pixel):

@@ -1,5 +1,7 @@
 """The layers against their formulas, written out token by token in float64."""
 
+from typing import Any
+
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -42,7 +44,7 @@ def rms_norm(x, scale, epsilon):
     return x / np.sqrt((x * x).mean(axis=-1, keepdims=True) + epsilon) * scale
 
 
-def convolve(stream, kernel, bias=0.0):
+def convolve(stream, kernel, bias: Any = 0.0):
     past = np.concatenate([np.zeros((3, stream.shape[1])), stream])
     return silu(np.stack([(past[t : t + 4] * kernel).sum(axis=0) for t in range(len(stream))]) + bias)
 

@@ -4,6 +4,8 @@ Every mixer is called as ``y, state = layer(x, state=None, segment_ids=None)``: 
 calls anywhere, down to single tokens, and packed documents do not see each other.
 """
 
+from typing import Any
+
 from eflax.layers.attention import KVCache, SoftmaxAttention
 from eflax.layers.blocks import Block, SwiGLU, swiglu_width
 from eflax.layers.heads import EFLA, DeltaNet, GatedDeltaNet, GatedEFLA, HeadMixer, LinearAttention
@@ -20,7 +22,7 @@ from eflax.layers.parts import (
 )
 from eflax.layers.state import MixerState
 
-LAYERS: dict[str, type[RecurrentMixer] | type[SoftmaxAttention]] = {
+LAYERS: dict[str, type[Any]] = {
     "linear-attention": LinearAttention,
     "mamba": Mamba,
     "mamba2": Mamba2,

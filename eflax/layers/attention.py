@@ -5,6 +5,7 @@ from typing import Any, Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.core import Tracer
 from jaxtyping import Array, Bool, Float, Int
 
 from eflax.layers.parts import linear
@@ -74,7 +75,8 @@ class SoftmaxAttention(nnx.Module):
         if window is not None and window < 1:
             raise ValueError(f"window={window}: a token sees at least itself, window >= 1")
         self.max_length, self.window, self.rope_base = max_length, window, rope_base
-        self.implementation, self.dtype = implementation, dtype
+        self.implementation: Literal["xla", "cudnn"] | None = implementation
+        self.dtype = dtype
         options: dict[str, Any] = {"dtype": dtype, "param_dtype": param_dtype, "rngs": rngs}
         self.projection = linear(width, (num_heads + 2 * self.num_kv_heads) * self.head_dim, **options)
         self.out = linear(num_heads * self.head_dim, width, **options)
@@ -123,7 +125,7 @@ class SoftmaxAttention(nnx.Module):
 
     def check_room(self, tokens: int, cache: KVCache) -> None:
         """Raise ValueError if the cache is known to have no room for so many tokens."""
-        used = 0 if isinstance(cache.length, jax.core.Tracer) else int(cache.length)
+        used = 0 if isinstance(cache.length, Tracer) else int(cache.length)
         if used + tokens > self.max_length:
             raise ValueError(
                 f"state: {used} tokens and {tokens} of x exceed max_length={self.max_length}; "

@@ -10,7 +10,6 @@ They are one layer, as DeltaNet and Gated DeltaNet in flash-linear-attention,
 and a class says which cell, which feature maps, and whether there is the output gate.
 """
 
-from collections.abc import Callable
 from typing import Any, ClassVar
 
 import jax
@@ -50,8 +49,8 @@ class HeadMixer(RecurrentMixer):
         rngs: the source of initial parameters.
     """
 
-    query_map: ClassVar[Callable[[Array], Array]] = staticmethod(l2_normalize)
-    key_map: ClassVar[Callable[[Array], Array]] = staticmethod(l2_normalize)
+    query_map = staticmethod(l2_normalize)
+    key_map = staticmethod(l2_normalize)
     convolves: ClassVar[bool] = True
     convolution_bias: ClassVar[bool] = False
     decay_rate: ClassVar[tuple[float, float]] = (0.0, 16.0)  # the range of A at the start

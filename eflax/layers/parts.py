@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 # PyTorch's default for linear layers and convolutions, uniform ±1/sqrt(fan_in), as in the code that the
 # layers follow. For EFLA it is more than taste: keys are raw, so it decides λ = |k|² at the start. With the
@@ -58,9 +58,11 @@ class RMSNorm(nnx.RMSNorm):
     def __init__(self, width: int, epsilon: float = 1e-6, *, rngs: nnx.Rngs):
         super().__init__(width, epsilon=epsilon, dtype=jnp.float32, param_dtype=jnp.float32, rngs=rngs)
 
-    def __call__(self, x: Float[Array, "... D"]) -> Float[Array, "... D"]:
-        """Normalise the last axis."""
-        return super().__call__(x).astype(x.dtype)
+    def __call__(
+        self, x: Float[Array, "... D"], mask: Bool[Array, "... D"] | None = None
+    ) -> Float[Array, "... D"]:
+        """Normalise the last axis; ``mask`` says which entries the mean square counts, all by default."""
+        return super().__call__(x, mask).astype(x.dtype)
 
 
 class ShortConvolution(nnx.Module):

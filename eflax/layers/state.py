@@ -5,7 +5,7 @@ state was in the middle of, which has the number 0; this one rule serves the res
 window of the convolution and the mask of the attention, inside a call and across calls.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +20,7 @@ class MixerState(NamedTuple):
     """
 
     recurrent: Array | tuple[Array, ...]  # the state of the cell, float32
-    tail: Array | None  # [B, W, channels]: the last inputs of the short convolution, None without one
+    tail: Any  # Array [B, W, channels]: the last inputs of the short convolution; None without one
     segment: Array  # [B] int32
 
 

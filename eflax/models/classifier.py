@@ -1,5 +1,6 @@
 """The pixel-sequence classifier of the EFLA paper's robustness experiment, over any cell."""
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -23,7 +24,7 @@ UNIT_KEYS = ("delta_rule", "gated_delta_rule")  # the cells whose keys are norma
 xavier_uniform = jax.nn.initializers.xavier_uniform()
 
 
-def fan_in_bias(inputs: int) -> jax.nn.initializers.Initializer:
+def fan_in_bias(inputs: int) -> Callable[..., Array]:
     """Return PyTorch's default initialiser of a bias: uniform ±1/sqrt(inputs)."""
 
     def init(key, shape, dtype=jnp.float32):
@@ -143,8 +144,8 @@ class HeadMemory(nnx.Module):
         arguments = cells.CELLS[cell].arguments
         if "beta" in arguments:
             bias = jax.nn.initializers.constant(-2.0)
-            gate = {"use_bias": True, "bias_init": bias, "preferred_element_type": jnp.float32}
-            self.beta = linear(width, num_heads, **gate, **options)
+            gate = options | {"dtype": jnp.float32, "use_bias": True, "bias_init": bias}
+            self.beta = linear(width, num_heads, **gate)
         if "g" in arguments:
             # A slow start, so that the first pixel still counts at the last: g ≈ -1/T.
             self.decay = DecayGate(
@@ -157,7 +158,7 @@ class HeadMemory(nnx.Module):
 
     def __call__(self, h: Float[Array, "B T D"]) -> Float[Array, "B D"]:
         """Return what the final state answers to the query of the last position."""
-        cell = cells.CELLS[self.cell]
+        cell: Any = cells.CELLS[self.cell]
         q, k, v = self.heads(self.query(h[:, -1])), self.heads(self.key(h)), self.heads(self.value(h))
         if self.cell == "linear_attention":
             q, k = elu_plus_one(q), elu_plus_one(k)
