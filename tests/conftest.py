@@ -4,6 +4,9 @@ import os
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")  # before JAX is imported; set it to test on an accelerator
 
+# Tests compile far more than they compute: without LLVM's optimisations they take half the time.
+os.environ["XLA_FLAGS"] = "--xla_backend_optimization_level=0 " + os.environ.get("XLA_FLAGS", "")
+
 import jax
 import jaxtyping
 import pytest
