@@ -31,7 +31,7 @@ class Preset:
 
 
 PRESETS = {
-    # Same learning rate and seed for all. Measured on two CPU cores: training takes most of about four minutes.
+    # Same learning rate and seed for all; sized to end within six minutes on two CPU cores, most of it training.
     "quick": Preset("mnist-small", 250, 64, {"": 3e-3}, 43, False, 500),
     # One epoch of 60,000 images; the script's cells differ in learning rate and in seed.
     "released": Preset("mnist", 469, 128, {"": 1e-3, "efla": 3e-3}, 43, True, None),
