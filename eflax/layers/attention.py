@@ -158,7 +158,11 @@ class SoftmaxAttention(nnx.Module):
         return KVCache(write(cache.keys, k), write(cache.values, v), numbers, segment, length)
 
     def attend(
-        self, q: Array, k: Array, v: Array, documents: Int[Array, "B T"] | None
+        self,
+        q: Float[Array, "B T H K"],
+        k: Float[Array, "B T G K"],
+        v: Float[Array, "B T G K"],
+        documents: Int[Array, "B T"] | None,
     ) -> Float[Array, "B T H K"]:
         """Attend among the tokens of one call."""
         mask = None if documents is None else documents[:, :, None] == documents[:, None]
@@ -170,7 +174,12 @@ class SoftmaxAttention(nnx.Module):
         return self.softmax(q, cache.keys, cache.values, self.cache_mask(q.shape[1], cache))
 
     def softmax(
-        self, q: Array, k: Array, v: Array, mask: Bool[Array, "B T S"] | None, **options: Any
+        self,
+        q: Float[Array, "B T H K"],
+        k: Float[Array, "B S G K"],
+        v: Float[Array, "B S G K"],
+        mask: Bool[Array, "B T S"] | None,
+        **options: Any,
     ) -> Float[Array, "B T H K"]:
         """Softmax attention where the mask is True."""
         mask = None if mask is None else mask[:, None]

@@ -23,7 +23,7 @@ from eflax.layers.parts import DecayGate, RMSNorm, ShortConvolution, elu_plus_on
 from eflax.layers.state import check_divides
 
 
-def identity(x: Array) -> Array:
+def identity(x: Float[Array, "..."]) -> Float[Array, "..."]:
     """Return x."""
     return x
 

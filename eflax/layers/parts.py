@@ -84,7 +84,7 @@ class ShortConvolution(nnx.Module):
         self.kernel = nnx.Param(fan_in_uniform(rngs.params(), (kernel_size, width), param_dtype))
         self.bias = nnx.Param(jnp.zeros(width, param_dtype)) if use_bias else None
 
-    def init_tail(self, batch_size: int, dtype) -> Float[Array, "B W D"]:
+    def init_tail(self, batch_size: int, dtype: Any) -> Float[Array, "B W D"]:
         """Return the inputs before the first token: zeros, W = kernel_size - 1."""
         taps, width = self.kernel.shape
         return jnp.zeros((batch_size, taps - 1, width), dtype)

@@ -23,7 +23,7 @@ class TrainState(NamedTuple):
 
 
 def adamw(
-    learning_rate: float | optax.Schedule,
+    learning_rate: float | Float[Array, ""] | optax.Schedule,
     *,
     b1: float = 0.9,
     b2: float = 0.999,
