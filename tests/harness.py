@@ -1,6 +1,7 @@
 """Runs the cells under test on the inputs of the table, in one compiled function a case, form and chunk size."""
 
-from functools import cache
+from functools import cache, partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -11,19 +12,32 @@ import regimes
 
 from eflax import cells
 
-CASE_FORMS = [
-    pytest.param(name, form, id=f"{name}-{form}")
-    for name, case in oracle.CASES.items()
-    for form in cells.CELLS[case.cell].forms
-]
-DEFAULT_FORMS = [param for param in CASE_FORMS if param.values[0] in oracle.DEFAULTS]
+
+def case_forms(names):
+    """Test parameters: every form of every named case."""
+    return [
+        pytest.param(name, form, id=f"{name}-{form}")
+        for name in names
+        for form in cells.CELLS[oracle.CASES[name].cell].forms
+    ]
 
 
-def call(case_name, inputs, segment_ids=None, **keywords):
+CASE_FORMS, DEFAULT_FORMS = case_forms(oracle.CASES), case_forms(oracle.DEFAULTS)
+
+
+quick_jit = partial(jax.jit, compiler_options=oracle.QUICK_COMPILE)
+
+
+def cell_of(case_name) -> Any:
+    """The cell of a case. Cells differ in their arguments and states, so that no one signature holds for all."""
+    return cells.CELLS[oracle.CASES[case_name].cell]
+
+
+def call(case_name, inputs, segment_ids=None, **keywords) -> Any:
     """Call the cell of a case on a dict of inputs; a form of another platform skips the test, and says so."""
     case = oracle.CASES[case_name]
     try:
-        return cells.CELLS[case.cell](
+        return cell_of(case_name)(
             *(inputs[name] for name in case.arguments),
             initial_state=inputs.get("initial_state"),
             segment_ids=segment_ids,
@@ -45,7 +59,9 @@ def cast(inputs, dtype):
     }
 
 
-def problem(case_name, regime_name="random", shape=regimes.BASE, dtype=jnp.float32):
+def problem(
+    case_name, regime_name="random", shape=regimes.BASE, dtype=jnp.float32
+) -> tuple[dict[str, Any], Any, Any]:
     """Inputs of the table on the device, loss weights that every dtype represents exactly, and segment ids."""
     case = oracle.CASES[case_name]
     inputs = cast(regimes.draw(case, regime_name, shape), dtype)
@@ -67,6 +83,16 @@ def weighted_sum(result, weights):
 
 
 @cache
+def forward(case_name, form, chunk_size=16):
+    """Jitted (inputs, segment_ids) -> outputs and final state."""
+
+    def run(inputs, segment_ids=None):
+        return call(case_name, inputs, segment_ids, form=form, chunk_size=chunk_size)
+
+    return quick_jit(run)
+
+
+@cache
 def compiled(case_name, form, chunk_size=16, scale=1.0):
     """Jitted (inputs, weights, segment_ids) -> results and gradients; jit itself keeps one entry a shape."""
 
@@ -81,7 +107,7 @@ def compiled(case_name, form, chunk_size=16, scale=1.0):
         )
         return {"outputs": outputs, "state": state, "gradients": gradients}
 
-    return jax.jit(run, compiler_options=oracle.QUICK_COMPILE)
+    return quick_jit(run)
 
 
 @cache

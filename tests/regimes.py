@@ -6,7 +6,7 @@ A regime edits the random base draw in place. The selective SSM has other inputs
 
 import zlib
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -25,7 +25,9 @@ class Shape(NamedTuple):
 
 BASE = Shape()
 LENGTHS = tuple(Shape(T=T, B=1, HV=2, K=12, V=8) for T in (1, 15, 16, 17))  # around one chunk, and K > V
-LONG = Shape(T=200, B=1, H=1, HV=2, K=12, V=8, chunk_size=64)  # several chunks of 64 and a ragged tail
+LONG = Shape(
+    T=200, B=8, H=4, HV=8, K=6, V=5, chunk_size=64
+)  # chunks of 64, a ragged tail, many heads and rows
 
 
 class Regime(NamedTuple):
@@ -173,7 +175,7 @@ def _selective_inputs(edit, shape, rng):
     return inputs
 
 
-def draw(case, regime_name, shape):
+def draw(case, regime_name, shape) -> dict[str, Any]:
     """Inputs of a case in a regime, initial state included, as a dict of float64 arrays."""
     regime, rng = REGIMES[regime_name], _generator(case.arguments, regime_name, shape)
     if "x" in case.arguments:

@@ -1,5 +1,7 @@
 """The algebra of affine maps against plain matrices: S -> A S + c for every kind and every mixed pair."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -15,7 +17,7 @@ pairs = pytest.mark.parametrize("second_kind", KINDS, ids=lambda kind: kind.__na
 kinds = pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
 
 
-def draw(kind, rng, batch=BATCH, dtype=np.float32, rank=2, sizes=(K, V)):
+def draw(kind, rng, batch=BATCH, dtype: type = np.float32, rank=2, sizes=(K, V)) -> Any:
     rows, columns = sizes
 
     def normal(*shape):
@@ -105,9 +107,9 @@ def test_identity(kind):
 def test_ranks_add():
     rng = np.random.default_rng(4)
     maps = [draw(affine.LowRank, rng, rank=rank) for rank in (1, 2, 3)]
-    composed = affine.compose(maps[2], affine.compose(maps[1], maps[0]))
+    composed: Any = affine.compose(maps[2], affine.compose(maps[1], maps[0]))
     assert composed.left.shape == composed.right.shape == (*BATCH, K, 6)
-    absorbed = affine.compose(draw(affine.Scalar, rng), maps[1])
+    absorbed: Any = affine.compose(draw(affine.Scalar, rng), maps[1])
     assert absorbed.left.shape == (*BATCH, K, 2)
 
 

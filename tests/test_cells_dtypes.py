@@ -49,7 +49,7 @@ def test_float64(float64, case_name, form):
 MIXED = {"q": "bfloat16", "k": "float32", "v": "float16", "beta": "bfloat16", "g": "float32"}
 
 
-@pytest.mark.parametrize(("case_name", "form"), [p for p in harness.DEFAULT_FORMS if p.values[0] in RANK_ONE])
+@pytest.mark.parametrize(("case_name", "form"), harness.case_forms(RANK_ONE))
 def test_mixed_dtypes(case_name, form):
     inputs, weights, _ = harness.problem(case_name)
     inputs |= {name: inputs[name].astype(dtype) for name, dtype in MIXED.items() if name in inputs}
@@ -70,8 +70,8 @@ def test_mixed_dtypes(case_name, form):
 def test_decode_equals_prefill_in_low_precision(case_name, dtype_name):
     """A gate rounded in one path and not in the other shows here; the states are float32 in both."""
     inputs, _, _ = harness.problem(case_name, dtype=jnp.dtype(dtype_name))
-    case, cell = oracle.CASES[case_name], cells.CELLS[oracle.CASES[case_name].cell]
-    _, whole = harness.call(case_name, inputs, form=cell.forms[-1], chunk_size=16)
+    case, cell = oracle.CASES[case_name], harness.cell_of(case_name)
+    _, whole = harness.forward(case_name, cell.forms[-1])(inputs)
     state, step = inputs["initial_state"], jax.jit(cell.step)
     for t in range(regimes.BASE.T):
         state, _ = step(state, *(inputs[name][:, t] for name in case.arguments))
@@ -85,12 +85,13 @@ def test_state_beyond_the_range_of_float16(form, dtype_name):
     T, dtype = 64, jnp.dtype(dtype_name)
     k = jnp.full((1, T, 1, 4), 0.5, dtype)
     v = jnp.full((1, T, 1, 4), 3000.0, dtype)
-    o, (S, _) = cells.linear_attention(k, k, v, form=form, chunk_size=16)
+    inputs = {"q": k, "k": k, "v": v}
+    o, (S, _) = harness.call("linear_attention", inputs, form=form, chunk_size=16)
     np.testing.assert_allclose(S, 0.5 * float(v[0, 0, 0, 0]) * T, rtol=1e-3)
     np.testing.assert_allclose(o.astype(jnp.float32), float(v[0, 0, 0, 0]), rtol=5e-3)
 
 
-@pytest.mark.parametrize(("case_name", "form"), [p for p in harness.DEFAULT_FORMS if "delta" in p.values[0]])
+@pytest.mark.parametrize(("case_name", "form"), harness.case_forms(["delta_rule", "gated_delta_rule"]))
 def test_residual_is_formed_before_rounding(case_name, form):
     """v = 4096 and S^T k = 4098 differ by less than a bfloat16 step: the increment is -2, not 0."""
     ones = jnp.ones((1, 1, 1), jnp.bfloat16)
@@ -106,12 +107,12 @@ def test_residual_is_formed_before_rounding(case_name, form):
     assert float(state[0, 0, 0, 0]) == 4096.0
 
 
-@pytest.mark.parametrize(("case_name", "form"), [p for p in harness.DEFAULT_FORMS if "efla" in p.values[0]])
+@pytest.mark.parametrize(("case_name", "form"), harness.case_forms(["efla", "gated_efla"]))
 def test_rounded_keys_do_not_overshoot(case_name, form):
     """The energy of a key comes from the key as rounded: no token expands the state, however large the key."""
     inputs, _, _ = harness.problem(case_name, "huge_keys", dtype=jnp.bfloat16)
     inputs |= {"v": 0 * inputs["v"]}
-    _, state = harness.call(case_name, inputs, form=form, chunk_size=16)
+    _, state = harness.forward(case_name, form)(inputs)
     after, before = (
         np.linalg.norm(np.asarray(x), 2, axis=(-2, -1)) for x in (state, inputs["initial_state"])
     )

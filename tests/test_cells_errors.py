@@ -131,14 +131,9 @@ def test_form_that_the_cell_lacks():
 
 
 def test_order_and_variant():
-    inputs, _, _ = harness.problem("efla")
-    arguments = [inputs[name] for name in cells.efla.arguments]
     for order in (0, -1):
-        with pytest.raises(ValueError, match=named("order")):
-            cells.efla(*arguments, order=order)
-    inputs, _, _ = harness.problem("gated_efla")
-    with pytest.raises(ValueError, match=named("variant")):
-        cells.gated_efla(*(inputs[name] for name in cells.gated_efla.arguments), variant="decay_last")
+        refuse("efla", named("order"), ValueError, order=order)
+    refuse("gated_efla", named("variant"), ValueError, variant="decay_last")
 
 
 def test_errors_come_under_jit_too():
@@ -154,4 +149,4 @@ def test_step_names_the_argument(case_name):
     tokens = {name: inputs[name][:, 0] for name in oracle.CASES[case_name].arguments}
     tokens["v"] = tokens["v"][:, :3]
     with pytest.raises((ValueError, TypeError), match=named("v", "k")):
-        cells.CELLS[case_name].step(inputs["initial_state"], *tokens.values())
+        harness.cell_of(case_name).step(inputs["initial_state"], *tokens.values())

@@ -114,8 +114,9 @@ def test_order_one_is_the_delta_rule():
 def test_orders_converge_to_the_exact_flow(float64):
     inputs = jax.tree.map(jnp.asarray, regimes.draw(oracle.CASES["efla-order4"], "random", regimes.BASE))
     arguments = [inputs[name] for name in "qkv"] + [inputs["beta"]]
-    exact, _ = cells.efla(*arguments)
-    errors = [float(jnp.abs(cells.efla(*arguments, order=n)[0] - exact).max()) for n in (1, 2, 4, 8, 12)]
+    flow = harness.cell_of("efla")
+    exact, _ = flow(*arguments)
+    errors = [float(jnp.abs(flow(*arguments, order=n)[0] - exact).max()) for n in (1, 2, 4, 8, 12)]
     assert all(later < 0.5 * earlier for earlier, later in pairwise(errors))
     assert errors[-1] < 1e-8
 
@@ -142,7 +143,7 @@ def test_ssd_is_masked_attention(float64, form):
         for s in range(t + 1):
             weight = np.exp(g[:, s + 1 : t + 1].sum(axis=1)) * np.einsum("bhk,bhk->bh", q[:, t], k[:, s])
             expected[:, t] += weight[..., None] * v[:, s]
-    outputs, _ = harness.call("ssd", jax.tree.map(jnp.asarray, inputs), form=form, chunk_size=16)
+    outputs, _ = harness.forward("ssd", form)(jax.tree.map(jnp.asarray, inputs))
     assert_close(outputs, expected, BUDGETS["float64"].forward)
 
 
@@ -171,8 +172,8 @@ def test_no_decay_gives_the_ungated_cell(gated):
     if gated == "ssd":
         plain["initial_state"] = (inputs["initial_state"], jnp.zeros(inputs["initial_state"].shape[:3]))
     for form in forms_of[gated]:
-        o_gated, state_gated = harness.call(gated, inputs, form=form, chunk_size=16)
-        o_plain, state_plain = harness.call(UNGATED[gated], plain, form=form, chunk_size=16)
+        o_gated, state_gated = harness.forward(gated, form)(inputs)
+        o_plain, state_plain = harness.forward(UNGATED[gated], form)(plain)
         assert_close(o_gated, np.asarray(o_plain), 1e-6)
         assert_close(state_gated, np.asarray(jax.tree.leaves(state_plain)[0]), 1e-6)
 
@@ -181,10 +182,11 @@ def test_normalized_attention_of_one_token_returns_its_value():
     """fla#1261: o = v whatever q and k are, so that neither has a gradient."""
     q = jnp.asarray(np.random.default_rng(4).uniform(0.5, 1, size=(1, 1, 1, K)), jnp.float32)
     v = jnp.asarray(np.random.default_rng(5).normal(size=(1, 1, 1, V)), jnp.float32)
-    for form in cells.linear_attention.forms:
-        o, _ = cells.linear_attention(q, q, v, form=form)
+    attention = harness.cell_of("linear_attention")
+    for form in attention.forms:
+        o, _ = attention(q, q, v, form=form)
         np.testing.assert_allclose(o, v, rtol=1e-5)
-        slope = jax.grad(lambda k, form=form: cells.linear_attention(q, k, v, form=form)[0].sum())(q)
+        slope = jax.grad(lambda k, form=form: attention(q, k, v, form=form)[0].sum())(q)
         assert np.abs(slope).max() < 1e-3
 
 
@@ -219,7 +221,8 @@ def test_spectrum_never_expands(log_x, log_energy, seed):
 def written(beta, energy):
     """alpha sqrt(lambda): what a token with q = v = 1 and one key channel reads back from an empty state."""
     ones, k = jnp.ones((1, 1, 1, 1)), jnp.sqrt(energy).reshape(1, 1, 1, 1)
-    return cells.efla(ones, k, ones, beta.reshape(1, 1, 1))[0].sum()
+    o, _ = cells.efla(ones, k, ones, beta.reshape(1, 1, 1))
+    return o.sum()
 
 
 @jax.jit

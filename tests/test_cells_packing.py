@@ -32,10 +32,10 @@ def document(inputs, index):
 @pytest.mark.parametrize(("case_name", "form"), harness.DEFAULT_FORMS)
 def test_packed_equals_separate_calls(case_name, form):
     inputs, _, _ = harness.problem(case_name, "random", SHAPE)
-    packed, packed_state = harness.call(case_name, inputs, IDS, form=form, chunk_size=16)
+    packed, packed_state = harness.forward(case_name, form)(inputs, IDS)
     state = None
     for index in range(3):
-        outputs, state = harness.call(case_name, document(inputs, index), form=form, chunk_size=16)
+        outputs, state = harness.forward(case_name, "recurrent")(document(inputs, index))
         budget = BUDGETS["float32"].forward
         assert_close(
             part(packed, *EDGES[index : index + 2]), np.asarray(outputs), budget, f"document {index}"
@@ -90,7 +90,7 @@ def test_one_compilation_serves_every_packing(case_name, form):
     inputs, weights, _ = harness.problem(case_name, "random", SHAPE)
     traces = []
 
-    @jax.jit
+    @harness.quick_jit
     def run(inputs, ids):
         traces.append(1)
         return harness.call(case_name, inputs, ids, form=form, chunk_size=16)
