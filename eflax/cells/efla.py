@@ -6,7 +6,7 @@ from jaxtyping import Float
 from eflax.cells import shapes
 from eflax.cells.checks import check_count
 from eflax.cells.forms import Coefficients
-from eflax.cells.numerics import exponential_moment, squared_norm, truncated_phi
+from eflax.cells.numerics import decay_integral, squared_norm, truncated_phi
 from eflax.cells.rank_one import RankOneCell
 
 
@@ -33,8 +33,8 @@ class EFLA(RankOneCell[shapes.States]):
         """a = w = α = β φ(βλ), φ(x) = (1 − e^{−x}) / x, from the keys as they are; gradients reach k through λ, too."""
         if order is not None:
             check_count("order", order)
-        x = beta * squared_norm(k)
-        alpha = beta * (exponential_moment(x) if order is None else truncated_phi(x, order))
+        norm = squared_norm(k)
+        alpha = decay_integral(beta, norm) if order is None else beta * truncated_phi(beta * norm, order)
         return Coefficients(erase=alpha, write=alpha)
 
     def __call__(

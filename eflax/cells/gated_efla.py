@@ -8,7 +8,7 @@ from jaxtyping import Float
 
 from eflax.cells import shapes
 from eflax.cells.forms import Coefficients
-from eflax.cells.numerics import exponential_moment, squared_norm
+from eflax.cells.numerics import decay_integral, exponential_moment, squared_norm
 from eflax.cells.rank_one import RankOneCell
 
 Variant = Literal["published", "log_rate", "decay_first"]
@@ -51,8 +51,7 @@ class GatedEFLA(RankOneCell[shapes.States]):
                 raise ValueError(
                     f"variant={variant!r} is unknown; it is one of {', '.join(get_args(Variant))}"
                 )
-        x = erasing * norm
-        erase, write = erasing * exponential_moment(x), beta * exponential_moment(rate + x)
+        erase, write = decay_integral(erasing, norm), beta * exponential_moment(rate + erasing * norm)
         return Coefficients(erase, write, log_decay)
 
     def __call__(

@@ -39,8 +39,8 @@ class Edits(NamedTuple):
 
 def restarts(segment_ids: Int[Array, "B T"]) -> Bool[Array, "B T"]:
     """True where the segment id changes. The first token continues the initial state."""
-    changed = segment_ids[:, 1:] != segment_ids[:, :-1]
-    return jnp.pad(changed, ((0, 0), (1, 0)))
+    before = jnp.concatenate([segment_ids[:, :1], segment_ids[:, :-1]], axis=1)
+    return segment_ids != before
 
 
 def edit_state(state: Array, edit: Edits) -> Array:
