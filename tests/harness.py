@@ -52,7 +52,7 @@ def call(case_name, inputs, segment_ids=None, **keywords) -> Any:
 
 def cast(inputs, dtype):
     """Round inputs to a dtype and put them on the device; the initial state stays float32 (float64 for float64)."""
-    state_dtype = jnp.promote_types(dtype, jnp.float32)
+    state_dtype = jnp.float64 if dtype == jnp.float64 else jnp.float32
     state = jax.tree.map(lambda x: jnp.asarray(x, state_dtype), inputs["initial_state"])
     return {name: jnp.asarray(x, dtype) for name, x in inputs.items() if name != "initial_state"} | {
         "initial_state": state
