@@ -42,4 +42,6 @@ def call(layer, x, state=None, segment_ids=None):
 
 def parameters(module):
     """Path to array, of every parameter."""
-    return {tuple(map(str, path)): leaf[...] for path, leaf in nnx.to_flat_state(nnx.state(module, nnx.Param))}
+    return {
+        tuple(map(str, path)): leaf[...] for path, leaf in nnx.to_flat_state(nnx.state(module, nnx.Param))
+    }
