@@ -1,0 +1,83 @@
+"""The throughput benchmark: what it measures is checked first, and what it cannot use it refuses."""
+
+import csv
+
+import jax.numpy as jnp
+import pytest
+
+from eflax.cells import CELLS
+from experiments import throughput, throughput_inputs
+
+
+def run(tmp_path, *flags):
+    code = throughput.main([*flags, "--repeats", "1", "--no-peers", "--out", str(tmp_path / "run")])
+    with (tmp_path / "run" / "throughput.csv").open() as stream:
+        return code, list(csv.DictReader(stream))
+
+
+def test_a_row_for_each_form_and_task(tmp_path):
+    flags = (
+        "--cell",
+        "ssd",
+        "--form",
+        "recurrent",
+        "chunkwise",
+        "--shape",
+        "2x20x1x4x3",
+        "--chunk-size",
+        "8",
+    )
+    code, rows = run(tmp_path, *flags, "--task", "forward", "state-gradient")
+    assert code == 0
+    assert [(row["form"], row["task"]) for row in rows] == [
+        (form, task) for task in ("forward", "state-gradient") for form in ("recurrent", "chunkwise")
+    ]
+    for row in rows:
+        assert float(row["error"]) <= 1e-4
+        assert float(row["ms"]) > 0
+        assert float(row["tokens_per_s"]) == pytest.approx(40 / float(row["ms"]) * 1e3)
+
+
+def test_a_wrong_result_is_not_timed(tmp_path, monkeypatch):
+    right = throughput.reference_results
+
+    def shifted(*arguments):
+        return right(*arguments) + 1.0
+
+    monkeypatch.setattr(throughput, "reference_results", shifted)
+    code, (row,) = run(
+        tmp_path, "--cell", "ssd", "--form", "recurrent", "--shape", "1x9x1x4", "--task", "forward"
+    )
+    assert code == 1
+    assert row["note"].startswith("WRONG") and not row["ms"]
+
+
+def test_what_needs_too_much_memory_is_listed_and_not_run(tmp_path):
+    flags = ("--cell", "ssd", "--form", "recurrent", "--shape", "1x64x1x16", "--task", "gradient")
+    code, (row,) = run(tmp_path, *flags, "--memory-limit", "1e-6")
+    assert code == 0
+    assert row["note"].startswith("not run") and not row["ms"]
+
+
+@pytest.mark.parametrize("name", CELLS)
+def test_inputs_exist_for_every_cell(name):
+    inputs = throughput_inputs.make_inputs(
+        name, throughput_inputs.parse_shape("2x5x1x4x3"), jnp.dtype("bfloat16"), 0
+    )
+    assert tuple(inputs) == CELLS[name].arguments
+
+
+@pytest.mark.parametrize(
+    ("flags", "named"),
+    [
+        (("--cell", "nope"), "--cell nope"),
+        (("--cell", "selective_ssm", "--form", "parallel"), "--form parallel"),
+        (("--shape", "3x4"), "--shape 3x4"),
+        (("--shape", "0x4x1x1"), "--shape 0x4x1x1"),
+        (("--repeats", "0"), "--repeats 0"),
+    ],
+)
+def test_flags_that_cannot_be_used_are_refused(tmp_path, capsys, flags, named):
+    assert throughput.main([*flags, "--out", str(tmp_path / "run")]) == 2
+    assert named in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()
