@@ -23,7 +23,7 @@ from eflax.cells.forms.decay import Decay, block_decay
 from eflax.cells.forms.edits import Edits
 from eflax.cells.numerics import unit_lower_inverse
 
-BLOCKS = 128  # C × C blocks worked on at once: about one for each core of a large GPU, few enough for the cache of a CPU
+BLOCKS = 128  # C × C blocks worked on at once: about one a core of a large GPU, and few enough for the cache of a CPU
 
 
 class Chunks(NamedTuple):
