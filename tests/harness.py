@@ -23,6 +23,9 @@ def case_forms(names):
 
 
 CASE_FORMS, DEFAULT_FORMS = case_forms(oracle.CASES), case_forms(oracle.DEFAULTS)
+# What a form does depends on the coefficients that are there, not on the cell: nothing, decay, erase and write, all,
+# and the recurrence of another kind. Properties of forms are tested on these; numbers on every cell.
+DISTINCT_FORMS = case_forms(("linear_attention", "ssd", "efla", "gated_efla", "selective_ssm"))
 
 
 quick_jit = partial(jax.jit, compiler_options=oracle.QUICK_COMPILE)

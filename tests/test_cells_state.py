@@ -25,7 +25,7 @@ def token(case_name, inputs, t):
     return [inputs[n] if n == "A" else inputs[n][:, t] for n in oracle.CASES[case_name].arguments]
 
 
-@pytest.mark.parametrize(("case_name", "form"), harness.DEFAULT_FORMS)
+@pytest.mark.parametrize(("case_name", "form"), harness.DISTINCT_FORMS)
 def test_pieces_with_carried_state_equal_the_whole(case_name, form):
     inputs, _, _ = harness.problem(case_name, "random", SHAPE)
     whole, final = harness.forward(case_name, "recurrent")(inputs)
@@ -53,7 +53,7 @@ def test_steps_equal_the_whole(case_name):
     assert_close(state, oracle.as_float64(final), FORWARD)
 
 
-@pytest.mark.parametrize(("case_name", "form"), harness.DEFAULT_FORMS)
+@pytest.mark.parametrize(("case_name", "form"), harness.DISTINCT_FORMS)
 def test_one_token_is_one_step(case_name, form):
     inputs, _, _ = harness.problem(case_name, "random", regimes.BASE)
     case, scale = oracle.CASES[case_name], {"scale": 0.7} if harness.has_scale(case_name) else {}
@@ -66,7 +66,7 @@ def test_one_token_is_one_step(case_name, form):
     assert_close(final, oracle.as_float64(state), 1e-6)
 
 
-@pytest.mark.parametrize(("case_name", "form"), harness.DEFAULT_FORMS)
+@pytest.mark.parametrize(("case_name", "form"), harness.DISTINCT_FORMS)
 def test_decode_continues_a_prefill(case_name, form):
     """The layout of the state is the same in every form, K and V not confused."""
     inputs, _, _ = harness.problem(case_name, "random", SHAPE)
@@ -78,7 +78,7 @@ def test_decode_continues_a_prefill(case_name, form):
     assert_close(state, oracle.as_float64(final), FORWARD)
 
 
-@pytest.mark.parametrize(("case_name", "form"), harness.DEFAULT_FORMS)
+@pytest.mark.parametrize(("case_name", "form"), harness.DISTINCT_FORMS)
 def test_no_initial_state_is_a_zero_one(case_name, form):
     inputs, weights, _, expected = harness.referee(case_name, "zero_initial_state", regimes.BASE)
     result = harness.compiled(case_name, form)(inputs | {"initial_state": None}, weights)
@@ -102,7 +102,7 @@ def test_init_state_is_zeros_of_the_right_shape(case_name):
         assert not np.any(x)
 
 
-@pytest.mark.parametrize(("case_name", "form"), harness.DEFAULT_FORMS)
+@pytest.mark.parametrize(("case_name", "form"), harness.DISTINCT_FORMS)
 def test_empty_sequence_returns_the_initial_state(case_name, form):
     inputs, _, _ = harness.problem(case_name, "random", regimes.BASE._replace(T=0))
     for ids in (None, jnp.zeros((regimes.BASE.B, 0), jnp.int32)):
@@ -123,7 +123,7 @@ def test_chunk_size_changes_nothing(case_name):
     )
     ids = jnp.asarray(np.tile(ids, (2, 1)), jnp.int32)
     first, *others = (
-        harness.compiled(case_name, "chunkwise", size)(inputs, weights, ids) for size in (16, 10, 32, 64)
+        harness.compiled(case_name, "chunkwise", size)(inputs, weights, ids) for size in (16, 32, 64)
     )
     for result in others:
         assert_close(result, oracle.as_float64(first), 1e-5)
