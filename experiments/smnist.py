@@ -3,6 +3,7 @@
 `python -m experiments.smnist` needs no flag and no network; `--help` tells the rest.
 """
 
+import io
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -43,6 +44,9 @@ from experiments.smnist_report import write_report
 
 def main(args: Sequence[str] | None = None) -> int:
     """Run the experiment; `args` are the command-line flags. Returns the exit code."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")  # an ASCII terminal shows "?" for σ, and the run goes on
     console = Console(highlight=False)
     out = Path()
     try:
@@ -88,7 +92,9 @@ def run(flags: Flags, out: Path, console: Console) -> int:
         raise FlagError(f"--batch-size {plan.batch_size}: there are only {len(data.x_train)} training images")
     config = to_config(flags, plan, data.fingerprint())
     with RunFolder(out, config, resume=flags.resume is not None) as folder, StopRequest() as stop:
-        console.print(f"{len(plan.arms)} trainings of {plan.steps} steps on {plan.dataset}; results in {out}")
+        console.print(
+            f"Trainings: {len(plan.arms)} of {plan.steps} steps on {plan.dataset}; results in {out}"
+        )
         trainer = Trainer(folder, stop, plan.steps, checkpoint_every=flags.checkpoint_every)
         compiled = Compiled(flags)
         diverged = [error for arm in plan.arms if (error := run_arm(arm, compiled, plan, data, trainer))]
@@ -150,10 +156,7 @@ def run_arm(arm: Arm, compiled: Compiled, plan: Plan, data: ImageSet, trainer: T
     for record in records:
         if "diverged" in record:
             return record["diverged"]
-    done = {(record["family"], record["strength"]) for record in records if "family" in record}
-    points = [(name, i) for name, spec in FAMILIES.items() for i in range(len(spec.strengths))]
-    left = [(name, i) for name, i in points if (name, FAMILIES[name].strengths[i]) not in done]
-    if not left:
+    if not points_left(arm, trainer.folder):
         return None
     state = initial_state(build_model(arm.variant, arm.seed, compiled.flags), optimizer(arm.lr))
     batches = image_batches(data.x_train, data.y_train, plan.batch_size, arm.seed)
@@ -164,8 +167,16 @@ def run_arm(arm: Arm, compiled: Compiled, plan: Plan, data: ImageSet, trainer: T
         trainer.folder.append([{"run": arm.name, "step": plan.steps, "diverged": message}])
         return message
     predict = partial(compiled.predict(arm.variant), state.params, state.rest)
-    evaluate(arm, predict, plan, data, left, trainer)
+    evaluate(arm, predict, plan, data, points_left(arm, trainer.folder), trainer)
     return None
+
+
+def points_left(arm: Arm, folder: RunFolder) -> list[tuple[str, int]]:
+    """Return the points (family, index of its strength) at which the arm has no accuracy on record yet."""
+    records = [record for record in folder.records() if record["run"] == arm.name]
+    done = {(record["family"], record["strength"]) for record in records if "family" in record}
+    points = [(name, i) for name, spec in FAMILIES.items() for i in range(len(spec.strengths))]
+    return [(name, i) for name, i in points if (name, FAMILIES[name].strengths[i]) not in done]
 
 
 def loss_function(

@@ -10,6 +10,7 @@ from eflax.cells import CELLS
 from eflax.data.images import NAMES
 
 SWEEP = (1e-4, 3e-4, 1e-3, 3e-3, 1e-2)
+MAX_SEED = 2**32 - 1
 KEYS = {"unit": True, "raw": False}
 
 
@@ -81,8 +82,7 @@ class Flags:
     # Images in a batch; the last of an epoch holds those that are left over.
     batch_size: ByPreset[int] = None
 
-    # Learning rate: one number for all, or by cell as in --lr delta_rule=1e-3 efla=3e-3. By default by
-    # preset.
+    # Learning rate: one number for all, or by cell as in --lr delta_rule=1e-3 efla=3e-3.
     lr: Annotated[tuple[str, ...], arg(metavar="LR ...", help_behavior_hint=BY_PRESET)] = ()
 
     # Train each cell at the learning rates 1e-4, 3e-4, 1e-3, 3e-3 and 1e-2 (the paper's Figure 2).
@@ -91,7 +91,7 @@ class Flags:
     # First seed, of the initial parameters and of the order of the images.
     seed: ByPreset[int] = None
 
-    # Trainings of each cell, with consecutive seeds; tables and figures then show mean and sample SD.
+    # Trainings of each cell, with seeds that follow each other; tables and figures then show mean and sample SD.
     seeds: Number = 1
 
     # L2-normalise keys in all cells without ":unit" or ":raw"; own leaves it to the cell: unit keys for
@@ -173,9 +173,9 @@ def _arms(flags: Flags, preset: Preset) -> tuple[Arm, ...]:
         raise FlagError(f"--cell {' '.join(flags.cell)}: give one or several cells, each once")
     rates = _learning_rates(flags, preset, variants)
     first = preset.seed if flags.seed is None else flags.seed
-    if first < 0:
-        raise FlagError(f"--seed {first}: must not be negative")
     stride = len(variants) if preset.own_seeds else 1
+    if not 0 <= first <= MAX_SEED - stride * flags.seeds:
+        raise FlagError(f"--seed {first}: must not be negative, nor above {MAX_SEED - stride * flags.seeds}")
     arms = []
     for position, variant in enumerate(variants):
         for lr in SWEEP if flags.lr_sweep else (rates[variant],):

@@ -22,6 +22,10 @@ from experiments.smnist_flags import Arm, Plan
 
 MOST_COLUMNS = 4
 EMA = 0.85  # of the loss curves, as in the paper's figures
+ONE_SEED = (
+    "One seed: under perturbation seeds can differ more than cells do, so compare with --seeds N. "
+    "--cell delta_rule efla delta_rule:raw efla:unit adds the controls."
+)
 TITLES = {"delta_rule": "DeltaNet", "efla": "EFLA"}
 
 type Records = list[dict[str, Any]]
@@ -68,6 +72,8 @@ def write_report(folder: RunFolder, plan: Plan, console: Console) -> None:
     if len({group.lr for group in groups}) > 2:
         _save(_draw_sweep(groups, summary), folder, "lr_sweep.png")
     _print(points, summary, console)
+    if not any(row["clean_sd"] for row in summary):
+        console.print(ONE_SEED)
 
 
 def robustness_rows(group: Group, records: Records) -> list[Row]:
@@ -134,7 +140,9 @@ def _draw_robustness(groups: list[Group], points: list[Row]) -> Figure:
             for group in layer:
                 same = {"cell": group.variant, "lr": group.lr, "family": family}
                 rows = [point for point in points if same.items() <= point.items()]
-                _line(panel, spec.strengths, rows, "accuracy", f"{group.title}, lr {group.lr:g}")
+                _line(
+                    panel, spec.strengths, rows, "accuracy", f"{group.title}, lr {group.lr:g}{_over(group)}"
+                )
             panel.set(title=spec.title, xlabel=spec.axis, ylim=(0, 1))
             panel.grid(alpha=0.3)
         row[0].set_ylabel("test accuracy")
@@ -162,29 +170,41 @@ def _draw_curves(groups: list[Group], records: Records) -> Figure:
             continue
         smoothed = np.array([smooth(losses)[:length] for losses in curves])
         steps = np.arange(1, length + 1)
-        panel.plot(steps, smoothed.mean(0), color=color, label=f"{group.title}, lr {group.lr:g}")
+        panel.plot(
+            steps, smoothed.mean(0), color=color, label=f"{group.title}, lr {group.lr:g}{_over(group)}"
+        )
         if len(curves) > 1:
             low, high = smoothed.mean(0) - smoothed.std(0, ddof=1), smoothed.mean(0) + smoothed.std(0, ddof=1)
             panel.fill_between(steps, low, high, color=color, alpha=0.2, linewidth=0)
-    panel.set(xlabel="step", ylabel="training loss (nats)", ylim=(0, None), title=f"raw and EMA {EMA}")
+    panel.set(
+        xlabel="step",
+        ylabel="training loss (nats)",
+        ylim=(0, None),
+        title=f"thin: each step, thick: moving average ({EMA})",
+    )
     panel.legend(fontsize="small")
     panel.grid(alpha=0.3)
     return figure
 
 
 def _draw_sweep(groups: list[Group], summary: list[Row]) -> Figure:
-    panels = {"clean": "Clean"} | {name: f"Mean over {spec.title.lower()}" for name, spec in FAMILIES.items()}
+    panels = {"clean": "Clean"} | {name: f"Mean over: {spec.title}" for name, spec in FAMILIES.items()}
     figure, axes = plt.subplots(1, len(panels), figsize=(15, 3.6), sharey=True)
     titles = {group.variant: group.title for group in groups}
     for (name, heading), panel in zip(panels.items(), axes, strict=True):
         for variant, title in titles.items():
             rows = [row for row in summary if row["cell"] == variant]
-            _line(panel, [row["lr"] for row in rows], rows, name, title)
+            _line(panel, [row["lr"] for row in rows], rows, name, title + _over(groups[0]))
         panel.set(title=heading, xlabel="learning rate", xscale="log", ylim=(0, 1))
         panel.grid(alpha=0.3)
     axes[0].set_ylabel("test accuracy")
     axes[0].legend(fontsize="small")
     return figure
+
+
+def _over(group: Group) -> str:
+    """Return what the band is, where there is one."""
+    return f" (±1 SD of {len(group.seeds)} seeds)" if len(group.seeds) > 1 else ""
 
 
 def _save(figure: Figure, folder: RunFolder, name: str) -> None:
@@ -204,7 +224,7 @@ def _print(points: list[Row], summary: list[Row], console: Console) -> None:
                 rows = [point for point in points if same.items() <= point.items()]
                 table.add_row(f"{strength:g}", *(_percent(row, "accuracy") for row in rows))
             console.print(table)
-    table = Table("cell", "lr", *names, "loss", "diverged")
+    table = Table("cell", "lr", *names, "training loss", "diverged")
     table.title = "Test accuracy (%): clean, and mean over each perturbation"
     for row in summary:
         loss = "-" if row["final_loss_mean"] is None else f"{row['final_loss_mean']:.3f}"

@@ -1,6 +1,6 @@
 """Runs the cells under test on the inputs of the table, in one compiled function a case, form and chunk size."""
 
-from functools import cache, partial
+from functools import cache
 from typing import Any
 
 import jax
@@ -26,9 +26,6 @@ CASE_FORMS, DEFAULT_FORMS = case_forms(oracle.CASES), case_forms(oracle.DEFAULTS
 # What a form does depends on the coefficients that are there, not on the cell: nothing, decay, erase and write, all,
 # and the recurrence of another kind. Properties of forms are tested on these; numbers on every cell.
 DISTINCT_FORMS = case_forms(("linear_attention", "ssd", "efla", "gated_efla", "selective_ssm"))
-
-
-quick_jit = partial(jax.jit, compiler_options=oracle.QUICK_COMPILE)
 
 
 def cell_of(case_name) -> Any:
@@ -92,7 +89,7 @@ def forward(case_name, form, chunk_size=16):
     def run(inputs, segment_ids=None):
         return call(case_name, inputs, segment_ids, form=form, chunk_size=chunk_size)
 
-    return quick_jit(run)
+    return jax.jit(run)
 
 
 @cache
@@ -110,7 +107,7 @@ def compiled(case_name, form, chunk_size=16, scale=1.0):
         )
         return {"outputs": outputs, "state": state, "gradients": gradients}
 
-    return quick_jit(run)
+    return jax.jit(run)
 
 
 @cache

@@ -15,9 +15,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-# Tests compile far longer than they run. The same XLA program, fusions included, with less effort spent by LLVM.
-QUICK_COMPILE = {"xla_backend_optimization_level": 0}
-
 
 @dataclass(frozen=True)
 class Case:
@@ -198,7 +195,7 @@ def _reference(case_name):
             jnp.vdot(x, y) for x, y in zip(jax.tree.leaves(result), jax.tree.leaves(weights), strict=True)
         ), result
 
-    return jax.jit(jax.value_and_grad(loss, has_aux=True), compiler_options=QUICK_COMPILE)
+    return jax.jit(jax.value_and_grad(loss, has_aux=True))
 
 
 def evaluate(case_name, inputs, weights, segment_ids=None, scale=1.0):

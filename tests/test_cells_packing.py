@@ -90,7 +90,7 @@ def test_one_compilation_serves_every_packing(case_name, form):
     inputs, weights, _ = harness.problem(case_name, "random", SHAPE)
     traces = []
 
-    @harness.quick_jit
+    @jax.jit
     def run(inputs, ids):
         traces.append(1)
         return harness.call(case_name, inputs, ids, form=form, chunk_size=16)

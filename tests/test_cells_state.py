@@ -9,6 +9,8 @@ import pytest
 import regimes
 from budgets import BUDGETS, assert_close
 
+from eflax import cells
+
 SHAPE = regimes.Shape(T=50, B=1, HV=2)
 FORWARD, BACKWARD = BUDGETS["float32"]
 DECODERS = pytest.mark.parametrize("case_name", oracle.CASES)
@@ -44,7 +46,7 @@ def test_steps_equal_the_whole(case_name):
     inputs, _, _ = harness.problem(case_name, "random", SHAPE)
     case, cell = oracle.CASES[case_name], harness.cell_of(case_name)
     expected, final = harness.forward(case_name, cell.forms[-1])(inputs)
-    step = harness.quick_jit(lambda state, *arguments: cell.step(state, *arguments, **case.options))
+    step = jax.jit(lambda state, *arguments: cell.step(state, *arguments, **case.options))
     state, outputs = inputs["initial_state"], []
     for t in range(SHAPE.T):
         state, output = step(state, *token(case_name, inputs, t))
@@ -150,3 +152,24 @@ def test_default_form_is_one_of_the_forms(case_name):
     inputs, _, _ = harness.problem(case_name)
     results = [harness.call(case_name, inputs, form=form) for form in (None, "recurrent")]
     assert_close(results[0], oracle.as_float64(results[1]), FORWARD)
+
+
+@pytest.mark.parametrize("empty", ["B", "HV", "K", "V"])
+@pytest.mark.parametrize(("case_name", "form"), harness.case_forms(("gated_efla",)))
+def test_empty_axes_give_empty_or_zero_results(case_name, form, empty):
+    sizes = {"B": 2, "T": 20, "H": 2, "HV": 2, "K": 3, "V": 4} | {empty: 0}
+    b, t, h, hv, k, v = sizes.values()
+    keys, gates = jnp.ones((b, t, h, k)), jnp.ones((b, t, hv))
+    o, state = cells.gated_efla(keys, keys, jnp.ones((b, t, hv, v)), gates, -gates, form=form, chunk_size=8)
+    assert o is not None and o.shape == (b, t, hv, v) and state.shape == (b, hv, k, v)
+    assert not jnp.any(o)
+
+
+@pytest.mark.parametrize("form", cells.ssd.forms)
+def test_a_log_decay_of_minus_infinity_forgets_everything(form):
+    k = jnp.ones((1, 20, 1, 2))
+    g = jnp.zeros((1, 20, 1)).at[0, 9].set(-jnp.inf)
+    o, _ = cells.ssd(k, k, k[..., :1], g, form=form, chunk_size=8)
+    assert o is not None
+    expected = 2.0 * np.array([*range(1, 10), *range(1, 12)])
+    np.testing.assert_allclose(o[0, :, 0, 0], expected, rtol=1e-6)

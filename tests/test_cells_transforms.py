@@ -53,8 +53,8 @@ def test_vmap_is_a_loop(case_name, form):
         mapped = jax.vmap(jax.value_and_grad(loss), in_axes=(axes,))(inputs)
         return mapped, jax.grad(lambda inputs: jax.vmap(loss, in_axes=(axes,))(inputs).sum())(inputs)
 
-    mapped, total = harness.quick_jit(vmap_of_grad_and_grad_of_vmap)(inputs)
-    slope = harness.quick_jit(jax.value_and_grad(loss))
+    mapped, total = jax.jit(vmap_of_grad_and_grad_of_vmap)(inputs)
+    slope = jax.jit(jax.value_and_grad(loss))
     looped = [slope(row(inputs, shared, i)) for i in range(N)]
     looped = jax.tree.map(lambda *xs: np.stack(xs).astype(np.float64), *looped)
     assert_close(mapped, looped, FORWARD)
@@ -74,7 +74,7 @@ def test_rematerialised_gradients_are_equal(case_name, form):
     def loss(inputs):
         return harness.weighted_sum(harness.call(case_name, inputs, form=form, chunk_size=16), weights)
 
-    assert_close(harness.quick_jit(jax.grad(loss))(inputs), expected["gradients"], BACKWARD)
+    assert_close(jax.jit(jax.grad(loss))(inputs), expected["gradients"], BACKWARD)
 
 
 @pytest.mark.parametrize(("case_name", "form"), harness.DISTINCT_FORMS)

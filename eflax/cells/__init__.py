@@ -16,15 +16,19 @@
 **Arrays.** q, k [B, T, H, K]; v, o [B, T, HV, V]; beta, g [B, T, HV]; S [B, HV, K, V]. g is a *log* decay, ≤ 0. HV
 is a multiple of H: value head i uses key head i // (HV / H). Keys and queries are used as given; normalising them is
 the caller's business. Inputs may be bfloat16, float16, float32, float64, also mixed; o has v's dtype, while states,
-coefficients and decay sums are float32, or float64 where any input is.
+coefficients and decay sums are float32, or float64 where any input is (which JAX has with JAX_ENABLE_X64=1 only).
 
-**Arguments of every cell.**
+`help(cells.efla)` shows a cell with its own options: `order` (efla), `variant` (gated_efla), `normalize` and `eps`
+(linear_attention, whose state is the pair (S, z) with z [B, HV, K]).
+
+**Arguments of every cell** (selective_ssm has no `scale`, and its C is what q is to the others).
 - `scale` multiplies q. It is 1 by default (flash-linear-attention's default is K^−½).
 - `initial_state`: zeros if None. It belongs to the document of the first token.
 - `segment_ids` [B, T]: integers that mark packed documents; the state restarts wherever the id changes, and no output
-  or gradient passes a boundary (of finite inputs: a NaN or infinity can spread inside its chunk). `final_state` is
-  the state after the last token.
-- `form`: how to evaluate; all forms agree to rounding. None picks the fastest.
+  or gradient passes a boundary. (Of finite numbers: a document that holds or overflows to NaN or infinity stays alone
+  in the recurrent form only; the others multiply it by zero, which is NaN.) `final_state` is the state after the last
+  token.
+- `form`: how to evaluate; all forms agree to rounding. None picks: one by one below 8 tokens, in chunks above.
 
   | form | how | work | memory of the backward pass |
   |---|---|---|---|

@@ -1,5 +1,7 @@
 """Argument checks: every message names the argument, what it has, and what it needs."""
 
+from typing import Any
+
 import jax.numpy as jnp
 from jax import Array
 from jax.core import Tracer
@@ -49,6 +51,8 @@ class Axes:
         """Check that segment_ids, if given, are integers [B, T]."""
         if segment_ids is None:
             return
+        if not hasattr(segment_ids, "dtype"):
+            raise TypeError(f"segment_ids must be an array [B, T], not {type(segment_ids).__name__}")
         if not jnp.issubdtype(segment_ids.dtype, jnp.integer):
             raise TypeError(
                 f"segment_ids has dtype {segment_ids.dtype}; it needs integers, one document id a token"
@@ -63,6 +67,12 @@ def check_not_positive(name: str, x: Array, meaning: str) -> None:
     top = jnp.max(x)
     if top > 0:  # NaN compares false: NaN in, NaN out
         raise ValueError(f"{name} has the value {float(top):g} > 0; {meaning}")
+
+
+def check_scale(scale: Any) -> None:
+    """Raise unless scale is a real number or an array without axes."""
+    if scale is None or jnp.ndim(scale) != 0 or jnp.iscomplexobj(scale):
+        raise ValueError(f"scale is {scale!r}; it needs one real number for all heads (1.0 by default)")
 
 
 def check_count(name: str, value: int) -> None:

@@ -31,8 +31,6 @@ class EFLA(RankOneCell[shapes.States]):
         self, k: Float[Array, "*axes K"], beta: Float[Array, "*axes"], *, order: int | None = None
     ) -> Coefficients:
         """a = w = α = β φ(βλ), φ(x) = (1 − e^{−x}) / x, from the keys as they are; gradients reach k through λ, too."""
-        if order is not None:
-            check_count("order", order)
         norm = squared_norm(k)
         alpha = decay_integral(beta, norm) if order is None else beta * truncated_phi(beta * norm, order)
         return Coefficients(erase=alpha, write=alpha)
@@ -52,6 +50,7 @@ class EFLA(RankOneCell[shapes.States]):
         order: int | None = None,
     ) -> tuple[shapes.Values | None, shapes.States]:
         """Outputs o [B, T, HV, V] in v's dtype, final state [B, HV, K, V]. Arguments: see `eflax.cells`."""
+        _check_order(order)
         return self._evaluate(
             q, k, v, (beta,), scale, initial_state, segment_ids, form, chunk_size, order=order
         )
@@ -68,7 +67,13 @@ class EFLA(RankOneCell[shapes.States]):
         order: int | None = None,
     ) -> tuple[shapes.States, shapes.TokenValue]:
         """One token: the new state and o_t [B, HV, V] in v's dtype."""
+        _check_order(order)
         return self._step(state, q_t, k_t, v_t, (beta_t,), scale, order=order)
+
+
+def _check_order(order: int | None) -> None:
+    if order is not None:
+        check_count("order", order)
 
 
 efla = EFLA()

@@ -46,7 +46,8 @@ class GatedEFLA(RankOneCell[shapes.States]):
             case "log_rate":
                 rate, erasing, log_decay = -g, beta, g
             case "decay_first":
-                rate, erasing, log_decay = jnp.zeros_like(g), beta, g
+                erase = decay_integral(beta, norm)
+                return Coefficients(erase, write=erase, log_decay=g)
             case _:
                 raise ValueError(
                     f"variant={variant!r} is unknown; it is one of {', '.join(get_args(Variant))}"

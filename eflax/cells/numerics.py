@@ -18,6 +18,20 @@ def state_dtype(*arrays: Array | None) -> jnp.dtype:
     return jnp.dtype(jnp.float64 if wide else jnp.float32)
 
 
+def vary_like(state: Array, *arrays: Array | None) -> Array:
+    """The state, marked as varying over every mesh axis that an input varies over.
+
+    Inside `jax.shard_map` a constant such as a zero state is the same on all devices, and what a scan makes of it
+    is not; a scan wants the types of both to agree. Elsewhere nothing happens.
+    """
+    for x in arrays:
+        if x is not None:
+            state = state + lax.full_like(
+                x, 0, dtype=state.dtype, shape=state.shape
+            )  # zeros that vary as x does
+    return state
+
+
 def matmul_precision(*arrays: Array | None) -> lax.Precision:
     """HIGHEST for float32 and float64 inputs; the platform's fast default when any input is 16-bit.
 

@@ -11,7 +11,7 @@ from jax.typing import DTypeLike
 
 from eflax.cells import checks, shapes
 from eflax.cells.forms import EDIT_FORMS, Coefficients, Edits, edit_state, read_state, restarts
-from eflax.cells.numerics import matmul_precision, state_dtype
+from eflax.cells.numerics import matmul_precision, state_dtype, vary_like
 
 DECAY = "g is a log-decay and must be <= 0, so that e^g is in (0, 1]"
 
@@ -71,6 +71,7 @@ class RankOneCell[State]:
         if initial_state is not None:
             self._check_state(axes, "initial_state", initial_state)
         checks.check_count("chunk_size", chunk_size)
+        checks.check_scale(scale)
         form = checks.choose_form(self.name, form, self.forms, axes.size["T"])
         options = tuple(options.items())
         return _run(self, q, k, v, gates, scale, initial_state, segment_ids, form, chunk_size, options)
@@ -114,7 +115,7 @@ def _run(cell, q, k, v, gates, scale, initial_state, segment_ids, form, chunk_si
         initial_state = cell.init_state(k.shape[0], v.shape[2], k.shape[3], v.shape[3])
     matrix = cell._to_matrix(initial_state)
     dtype = state_dtype(q, k, v, *gates, matrix)
-    matrix = matrix.astype(dtype)
+    matrix = vary_like(matrix.astype(dtype), q, k, v, *gates, segment_ids)
     restart = None if segment_ids is None else restarts(segment_ids)
     edits = _edits(cell, q, k, v, gates, scale, restart, dtype, dict(options))
     if k.shape[1] == 0:

@@ -10,7 +10,7 @@ from jaxtyping import Bool, Float
 
 from eflax.cells import affine, checks, shapes
 from eflax.cells.forms import restarts
-from eflax.cells.numerics import state_dtype
+from eflax.cells.numerics import state_dtype, vary_like
 
 Channels = Float[Array, "B T D"]
 Projections = Float[Array, "B T N"]
@@ -121,7 +121,7 @@ def _run(x, dt, A, B, C, initial_state, segment_ids, form, chunk_size):
     dtype = state_dtype(x, dt, A, B, C, initial_state)
     if initial_state is None:
         initial_state = jnp.zeros((x.shape[0], *A.shape), dtype)
-    state = initial_state.astype(dtype)
+    state = vary_like(initial_state.astype(dtype), x, dt, A, B, C, segment_ids)
     if x.shape[1] == 0:
         return None if C is None else x, state
     restart = None if segment_ids is None else restarts(segment_ids)
@@ -158,11 +158,11 @@ def _scan_blocks(state: Array, tokens: Tokens, A: Array, size: int) -> tuple[Arr
 
     def cut(z: Array) -> Array:
         z = jnp.pad(z, [(0, 0), (0, -time % size)] + [(0, 0)] * (z.ndim - 2))
-        return jnp.moveaxis(z.reshape(z.shape[0], -1, size, *z.shape[2:]), 1, 0)
+        return jnp.moveaxis(z.reshape(z.shape[0], z.shape[1] // size, size, *z.shape[2:]), 1, 0)
 
     def join(z: Array) -> Array:
         z = jnp.moveaxis(z, 0, 1)
-        return z.reshape(z.shape[0], -1, z.shape[-1])[:, :time]
+        return z.reshape(z.shape[0], z.shape[1] * z.shape[2], z.shape[3])[:, :time]
 
     @jax.checkpoint
     def chunk(state: Array, block: Tokens):

@@ -96,6 +96,7 @@ def write_atomically(path: Path, content: bytes) -> None:
     handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.name, suffix=".part")
     try:
         with os.fdopen(handle, "wb") as stream:
+            os.fchmod(handle, 0o644)  # as open() would, and not private as temporary files are
             stream.write(content)
             stream.flush()
             os.fsync(stream.fileno())

@@ -138,10 +138,21 @@ def _read_npz(path: Path) -> dict[str, np.ndarray]:
                 raise DataError(
                     f"dataset {path} lacks {', '.join(missing)}; it has {', '.join(archive) or 'nothing'}"
                 )
-            return {key: archive[key] for key in ARRAYS}
+            arrays = {key: archive[key] for key in ARRAYS}
+            if not all(isinstance(array, np.ndarray) for array in arrays.values()):
+                raise ValueError("a member is no array")
+            return arrays
     except DataError:
         raise
-    except (zipfile.BadZipFile, zlib.error, EOFError, OSError, ValueError) as error:
+    except (
+        zipfile.BadZipFile,
+        zlib.error,
+        EOFError,
+        OSError,
+        ValueError,
+        RuntimeError,
+        MemoryError,
+    ) as error:
         raise DataError(
             f"dataset {path} is not a readable npz file ({error}); get or write it again"
         ) from error

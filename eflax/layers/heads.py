@@ -131,8 +131,8 @@ class HeadMixer(RecurrentMixer):
         keys = self.num_heads * self.key_dim
         q, k, v = jnp.split(stream, (keys, 2 * keys), axis=-1)
         lead = stream.shape[:2]
-        q, k = (x.reshape(*lead, -1, self.key_dim) for x in (q, k))
-        return q, k, v.reshape(*lead, -1, self.value_dim)
+        q, k = (x.reshape(*lead, self.num_heads, self.key_dim) for x in (q, k))
+        return q, k, v.reshape(*lead, self.num_value_heads, self.value_dim)
 
     def arguments(self, x: Float[Array, "B T D"], stream: Float[Array, "B T S"]) -> dict[str, Array]:
         """Return q, k, v, and beta and g where the cell has them."""
@@ -153,7 +153,7 @@ class HeadMixer(RecurrentMixer):
         self, x: Float[Array, "B T D"], stream: Float[Array, "B T S"], o: Float[Array, "B T HV V"]
     ) -> Float[Array, "B T D"]:
         """Normalise each head, gate, and project back to the width."""
-        y = self.norm(o).reshape(*o.shape[:2], -1)
+        y = self.norm(o).reshape(*o.shape[:2], self.num_value_heads * self.value_dim)
         if self.output_gate:
             y = y * jax.nn.silu(self.gate(x))
         return self.out(y)

@@ -36,6 +36,8 @@ def check_call(
             f"state: made for batch size {segment.shape[0]}, but x has batch size {batch_size}; "
             f"start from layer.init_state({batch_size})"
         )
+    if segment_ids is not None and not jnp.issubdtype(jnp.asarray(segment_ids).dtype, jnp.integer):
+        raise TypeError(f"segment_ids: expected integers, one id a token of x, got {segment_ids.dtype}")
     if segment_ids is not None and segment_ids.shape != x.shape[:2]:
         raise ValueError(
             f"segment_ids: expected shape {x.shape[:2]}, one id a token of x, got {segment_ids.shape}"

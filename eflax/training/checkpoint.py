@@ -1,5 +1,6 @@
 """Checkpoints through Orbax: written whole or not at all, checked leaf by leaf when read."""
 
+import json
 import zlib
 from pathlib import Path
 from typing import Any
@@ -61,6 +62,7 @@ class Checkpoints:
             "crc32": _checksums(leaves),
             **extra,
         }
+        meta["meta_crc32"] = _meta_checksum(meta)
         items = ocp.args.Composite(**{STATE: ocp.args.StandardSave(leaves), META: ocp.args.JsonSave(meta)})
         if not self._manager.save(step, args=items):
             raise CheckpointError(f"checkpoint {step} was not written: {self.folder} holds it or a later one")
@@ -86,6 +88,10 @@ class Checkpoints:
         if not isinstance(meta, dict) or meta.get("format") != FORMAT:
             raise CheckpointError(
                 f"{where} was not written by eflax (no format {FORMAT!r}); give another folder"
+            )
+        if meta.pop("meta_crc32", None) != _meta_checksum(meta) or meta["step"] != step:
+            raise CheckpointError(
+                f"{where} is damaged: wrong checksum of what lies beside the arrays; {way_out}"
             )
         _compare(meta["leaves"], _describe(expected), where)
         abstract = {
@@ -123,6 +129,10 @@ def _describe(leaves: dict[str, jax.Array]) -> dict[str, str]:
 
 def _checksums(leaves: dict[str, jax.Array]) -> dict[str, int]:
     return {name: zlib.crc32(np.ascontiguousarray(leaf).tobytes()) for name, leaf in leaves.items()}
+
+
+def _meta_checksum(meta: dict[str, Any]) -> int:
+    return zlib.crc32(json.dumps(meta, sort_keys=True).encode())
 
 
 def _compare(saved: dict[str, str], expected: dict[str, str], where: str) -> None:

@@ -49,6 +49,7 @@ class RunFolder:
             _check_use(path, resume)
             if resume:
                 compare_configs(read_config(path), json.loads(json.dumps(config)))
+                self.keep(lambda record: True)  # cut off the line that a killed process left unfinished
             else:
                 write_atomically(path / CONFIG, (json.dumps(_describe_run(config), indent=2) + "\n").encode())
         except BaseException:
@@ -78,7 +79,7 @@ class RunFolder:
         Raises:
             RunFolderError: another line is not a JSON object.
         """
-        lines = self._log.read_text().split("\n") if self._log.exists() else [""]
+        lines = self._log.read_text(errors="replace").split("\n") if self._log.exists() else [""]
         records = []
         for number, line in enumerate(lines[:-1], start=1):  # what follows the last newline is unfinished
             try:

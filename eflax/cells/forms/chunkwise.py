@@ -48,7 +48,7 @@ def chunkwise(
     batch, time, heads, _ = edits.k.shape
     size = min(chunk_size, time)
     count = -(-time // size)
-    groups = -(-count * batch * heads // BLOCKS)
+    groups = max(1, -(-count * batch * heads // BLOCKS))
     group = -(-count // groups)
 
     @jax.checkpoint
@@ -61,7 +61,7 @@ def chunkwise(
     if o is None:
         return None, final_state
     o = jnp.moveaxis(o, (0, 2), (1, 4))  # [groups, B, H, N, C, V] → [B, groups, N, C, H, V]
-    return o.reshape(batch, -1, *o.shape[-2:])[:, :time], final_state
+    return o.reshape(batch, o.shape[1] * group * size, *o.shape[-2:])[:, :time], final_state
 
 
 def _cut(edits: Edits, size: int, group: int) -> Chunks:
@@ -69,7 +69,9 @@ def _cut(edits: Edits, size: int, group: int) -> Chunks:
 
     def cut(x: Array) -> Array:
         x = jnp.pad(x, [(0, 0), (0, -x.shape[1] % (size * group))] + [(0, 0)] * (x.ndim - 2))
-        x = x.reshape(x.shape[0], -1, group, size, *x.shape[2:])  # [B, groups, N, C, H, …]
+        x = x.reshape(
+            x.shape[0], x.shape[1] // (size * group), group, size, *x.shape[2:]
+        )  # [B, groups, N, C, H, …]
         return jnp.moveaxis(x, (1, 4), (0, 2))
 
     restart = None if edits.restart is None else edits.restart[..., None]

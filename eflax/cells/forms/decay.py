@@ -3,7 +3,7 @@
 from typing import NamedTuple
 
 import jax.numpy as jnp
-from jax import Array, lax
+from jax import Array
 from jaxtyping import Float
 
 
@@ -47,8 +47,7 @@ def block_decay(
 
 
 def _stretch_sums(g: Array) -> Array:
-    """[i, j] = Σ g over the tokens j < t ≤ i, as a product with triangular ones (0 on and above the diagonal)."""
+    """[i, j] = Σ g over the tokens j < t ≤ i (0 on and above the diagonal); g = −∞ is a decay to exactly 0."""
     size = g.shape[-1]
-    ones = jnp.tri(size, dtype=g.dtype)
-    after = g[..., :, None] * jnp.tri(size, k=-1, dtype=g.dtype).reshape(*(1,) * (g.ndim - 1), size, size)
-    return jnp.einsum("it,...tj->...ij", ones, after, precision=lax.Precision.HIGHEST)
+    after = jnp.tri(size, k=-1, dtype=bool).reshape(*(1,) * (g.ndim - 1), size, size)
+    return jnp.cumsum(jnp.where(after, g[..., :, None], 0), axis=-2)
