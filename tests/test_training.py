@@ -316,3 +316,13 @@ def test_progress_prints_lines_where_there_is_no_terminal(capsys, monkeypatch):
         progress.advance(3, loss=0.5)
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].startswith("train x: 7/10") and "s left" in lines[0] and "loss 0.5" in lines[0]
+
+
+def test_an_unfinished_line_is_cut_off_when_the_run_goes_on(tmp_path):
+    with RunFolder(tmp_path / "run", {}) as folder:
+        folder.append([{"run": "a", "step": 1}, {"run": "a", "step": 2}])
+    log = tmp_path / "run" / "metrics.jsonl"
+    log.write_text(log.read_text()[:-5])
+    with RunFolder(tmp_path / "run", {}, resume=True) as folder:
+        folder.append([{"run": "a", "step": 2}])
+        assert folder.records() == [{"run": "a", "step": 1}, {"run": "a", "step": 2}]
