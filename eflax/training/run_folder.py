@@ -170,7 +170,7 @@ def _describe_run(config: Mapping[str, Any]) -> Record:
     devices = jax.devices()
     return {
         "config": config,
-        "command": sys.argv,
+        "command": ["python", *sys.orig_argv[1:]],
         "revision": _revision(),
         "versions": {"python": platform.python_version()} | {name: _version(name) for name in PACKAGES},
         "devices": f"{len(devices)} x {devices[0].device_kind} ({devices[0].platform})",
