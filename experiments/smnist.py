@@ -152,7 +152,7 @@ def optimizer(lr: float) -> optax.GradientTransformation:
 
 def run_arm(arm: Arm, compiled: Compiled, plan: Plan, data: ImageSet, trainer: Trainer) -> str | None:
     """Do what is left of one training and its evaluation; returns what went wrong if it diverged."""
-    records = [record for record in trainer.folder.records() if record["run"] == arm.name]
+    records = [record for record in trainer.folder.records() if record.get("run") == arm.name]
     for record in records:
         if "diverged" in record:
             return record["diverged"]
@@ -173,7 +173,7 @@ def run_arm(arm: Arm, compiled: Compiled, plan: Plan, data: ImageSet, trainer: T
 
 def points_left(arm: Arm, folder: RunFolder) -> list[tuple[str, int]]:
     """Return the points (family, index of its strength) at which the arm has no accuracy on record yet."""
-    records = [record for record in folder.records() if record["run"] == arm.name]
+    records = [record for record in folder.records() if record.get("run") == arm.name]
     done = {(record["family"], record["strength"]) for record in records if "family" in record}
     points = [(name, i) for name, spec in FAMILIES.items() for i in range(len(spec.strengths))]
     return [(name, i) for name, i in points if (name, FAMILIES[name].strengths[i]) not in done]

@@ -241,8 +241,13 @@ def to_config(flags: Flags, plan: Plan, fingerprint: str) -> dict[str, Any]:
 
 
 def from_config(config: dict[str, Any]) -> Flags:
-    """Return the flags of `to_config`."""
-    values = {field.name: config[field.name] for field in fields(Flags) if field.name not in NOT_SAVED}
-    values |= {"cell": tuple(values["cell"]), "lr": tuple(values["lr"])}
-    values["data_dir"] = None if values["data_dir"] is None else Path(values["data_dir"])
+    """Return the flags of `to_config`. Raises FlagError where `config` is something else."""
+    try:
+        values = {field.name: config[field.name] for field in fields(Flags) if field.name not in NOT_SAVED}
+        values |= {"cell": tuple(values["cell"]), "lr": tuple(values["lr"])}
+        values["data_dir"] = None if values["data_dir"] is None else Path(values["data_dir"])
+    except (KeyError, TypeError) as error:
+        raise FlagError(
+            f"--resume: config.json is damaged or of another experiment ({error!r}); start anew with --out"
+        ) from error
     return Flags(**values)

@@ -100,7 +100,7 @@ def summary_row(group: Group, records: Records) -> Row:
         row |= _statistics(family, [mean(values) for values in zip(*by_strength, strict=True)])
     losses = [smooth(_losses(run, records))[-1] for run in group.runs if _losses(run, records)]
     row |= _statistics("final_loss", [float(loss) for loss in losses])
-    row["diverged"] = sum(record["run"] in group.runs and "diverged" in record for record in records)
+    row["diverged"] = sum(record.get("run") in group.runs and "diverged" in record for record in records)
     return row
 
 
@@ -117,12 +117,12 @@ def _accuracies(group: Group, records: Records, family: str, strength: float) ->
     return [
         record["correct"] / record["count"]
         for record in records
-        if record["run"] in group.runs and (record.get("family"), record.get("strength")) == wanted
+        if record.get("run") in group.runs and (record.get("family"), record.get("strength")) == wanted
     ]
 
 
 def _losses(run: str, records: Records) -> list[float]:
-    return [record["loss"] for record in records if record["run"] == run and "loss" in record]
+    return [record["loss"] for record in records if record.get("run") == run and "loss" in record]
 
 
 def _statistics(name: str, values: list[float]) -> Row:

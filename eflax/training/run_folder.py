@@ -83,8 +83,11 @@ class RunFolder:
         records = []
         for number, line in enumerate(lines[:-1], start=1):  # what follows the last newline is unfinished
             try:
-                records.append(dict(json.loads(line)))
-            except (ValueError, TypeError) as error:
+                record = json.loads(line)
+                if not isinstance(record, dict):
+                    raise ValueError(f"it is a {type(record).__name__}")
+                records.append(record)
+            except ValueError as error:
                 raise RunFolderError(
                     f"{self._log}, line {number} is not a JSON object: {line[:60]!r}"
                 ) from error
@@ -110,6 +113,8 @@ def read_config(path: Path) -> dict[str, Any]:
         RunFolderError: the folder holds no readable run.
     """
     file = path / CONFIG
+    if not path.is_dir():
+        raise RunFolderError(f"--resume {path}: no such folder")
     if not file.is_file():
         raise RunFolderError(
             f"--resume {path}: there is no {CONFIG}, so no run to continue; start one with --out"
