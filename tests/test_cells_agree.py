@@ -61,9 +61,8 @@ def test_lengths_around_one_chunk(case_name, form):
         start = {name: x if name in ("A", "initial_state") else x[:, :T] for name, x in inputs.items()}
         outputs, state = harness.forward(case_name, form)(start)
         assert_close(outputs, expected[:, :T], BUDGET.forward, f"T = {T}")
-        last = {name: x if name == "A" else x[:, T : T + 1] for name, x in inputs.items()} | {
-            "initial_state": state
-        }
+        last = {n: x if n in ("A", "initial_state") else x[:, T : T + 1] for n, x in inputs.items()}
+        last["initial_state"] = state
         outputs, _ = harness.forward(case_name, "recurrent")(last)  # the state, seen through the next token
         assert_close(outputs, expected[:, T : T + 1], BUDGET.forward, f"after T = {T}")
 
