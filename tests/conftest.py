@@ -1,5 +1,6 @@
 """Strict settings for every test: shapes checked at run time, no silent promotion, JAX on the CPU."""
 
+import gc
 import os
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")  # before JAX is imported; set it to test on an accelerator
@@ -20,6 +21,14 @@ jaxtyping.install_import_hook(["eflax", "experiments"], "beartype.beartype")
 # `with jax.numpy_dtype_promotion("standard"):`, so that it also serves a user who is as strict.
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def free_compiled_programs():
+    """Drop what a module compiled: some thousand programs use up a process's memory maps, and XLA then crashes."""
+    yield
+    jax.clear_caches()
+    gc.collect()
 
 
 @pytest.fixture
