@@ -113,7 +113,7 @@ def test_bad_flags(case):
         (["--cell", "selective_ssm:unit"], "--cell selective_ssm:unit"),
         (["--dataset", "no-such-file.npz"], "no-such-file.npz' is neither one of"),
         (["--batch-size", "20000"], "there are only 10000 training images"),
-        (["--resume", "no-such-run"], "no run to continue"),
+        (["--resume", "no-such-run"], "no such folder"),
         (["--resume", "here", "--out", "there"], "leave --out out"),
     ],
 )
