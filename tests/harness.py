@@ -34,20 +34,15 @@ def cell_of(case_name) -> Any:
 
 
 def call(case_name, inputs, segment_ids=None, **keywords) -> Any:
-    """Call the cell of a case on a dict of inputs; a form of another platform skips the test, and says so."""
+    """Call the cell of a case on a dict of inputs."""
     case = oracle.CASES[case_name]
-    try:
-        return cell_of(case_name)(
-            *(inputs[name] for name in case.arguments),
-            initial_state=inputs.get("initial_state"),
-            segment_ids=segment_ids,
-            **case.options,
-            **keywords,
-        )
-    except cells.UnsupportedForm as reason:
-        if not str(keywords.get("form")).startswith("pallas"):
-            raise
-        pytest.skip(str(reason))
+    return cell_of(case_name)(
+        *(inputs[name] for name in case.arguments),
+        initial_state=inputs.get("initial_state"),
+        segment_ids=segment_ids,
+        **case.options,
+        **keywords,
+    )
 
 
 def cast(inputs, dtype):

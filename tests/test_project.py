@@ -121,7 +121,7 @@ def test_no_registry_or_local_address():
     if listed.returncode:
         pytest.skip("not a git checkout, so the project's own files cannot be told from others")
     hosts = r"(?:pypi|pythonhosted|npmjs)\.(?:org|com)"
-    options = r"--(?:extra-)?index-url|--find[-]links|file:[/]{2}|[/]work[/]"
+    options = rf"--(?:extra-)?index[-]url|--find[-]links|file:[/]{{2}}|{re.escape(str(ROOT))}[/]"
     for path in (ROOT / name for name in listed.stdout.split("\0") if name):
         if path.is_file():  # a file that is deleted but not yet committed is still listed
             found = re.search(f"{hosts}|{options}".encode(), path.read_bytes())
