@@ -150,3 +150,16 @@ def test_step_names_the_argument(case_name):
     tokens["v"] = tokens["v"][:, :3]
     with pytest.raises((ValueError, TypeError), match=named("v", "k")):
         harness.cell_of(case_name).step(inputs["initial_state"], *tokens.values())
+
+
+@pytest.mark.parametrize("case_name", oracle.DEFAULTS)
+def test_read_names_the_argument(case_name):
+    inputs, _, _ = harness.problem(case_name)
+    state, query = inputs["initial_state"], "q" if harness.has_scale(case_name) else "C"
+    token, read = inputs[query][:, 0], harness.cell_of(case_name).read
+    for wrong in (token[:1], token[..., :-1], token[0], token.astype(jnp.int32), None):
+        with pytest.raises((ValueError, TypeError), match=rf"^{query}_t "):
+            read(state, wrong)
+    for change in (lambda x: x[..., None], lambda x: x.astype(jnp.int32)):
+        with pytest.raises((ValueError, TypeError), match="^state"):
+            read(jax.tree.map(change, state), token)

@@ -95,7 +95,10 @@ class SelectiveSSM:
         return state, self.read(state, C_t).astype(x_t.dtype)
 
     def read(self, state: State, C_t: Float[Array, "B N"]) -> Float[Array, "B D"]:
-        """The read-out h C of one token, in the state's dtype."""
+        """The read-out h C of one token, in the state's dtype. [B, D, N], [B, N] → [B, D]."""
+        axes = checks.Axes()
+        axes.bind("state", state, "B D N")
+        axes.bind("C_t", C_t, "B N")
         return _read(state, C_t.astype(state.dtype))
 
     def init_state(
