@@ -161,5 +161,5 @@ def test_read_names_the_argument(case_name):
         with pytest.raises((ValueError, TypeError), match=rf"^{query}_t "):
             read(state, wrong)
     for change in (lambda x: x[..., None], lambda x: x.astype(jnp.int32)):
-        with pytest.raises((ValueError, TypeError), match="^state"):
+        with pytest.raises((ValueError, TypeError), match=r"^state"):
             read(jax.tree.map(change, state), token)

@@ -185,4 +185,6 @@ def test_what_does_not_fit_is_named(without_shape_checks):
         with pytest.raises(ValueError, match=r"pixels: expected shape \[B, 20\]"):
             make("efla")(jnp.zeros(shape))
     with pytest.raises(cells.UnsupportedForm, match="no-such-form"):
-        make("efla", form="no-such-form")(pixels())
+        make("efla", form="no-such-form")
+    with pytest.raises(ValueError, match="chunk_size is 0"):
+        make("selective_ssm", chunk_size=0)

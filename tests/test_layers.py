@@ -8,6 +8,7 @@ from flax import nnx
 from layer_tables import EXEMPT, RECURRENT, SMALL, WIDTH, call, make, parameters, tokens
 
 from eflax import layers
+from eflax.cells import UnsupportedForm
 from eflax.layers import LAYERS
 
 every_layer = pytest.mark.parametrize("name", LAYERS)
@@ -137,8 +138,6 @@ def test_options_reach_the_cell():
     assert make("efla", head_dim=4, expand_v=3.0).init_state(5).recurrent.shape == (5, 2, 4, 12)
     assert make("gated-deltanet").init_state(1).recurrent.shape == (1, 2, 8, 16)
     assert make("deltanet", num_value_heads=6).init_state(1).recurrent.shape == (1, 6, 8, 8)
-    with pytest.raises(ValueError, match="no-such-form"):
-        make("efla", form="no-such-form")(x)
 
 
 def test_negative_eigenvalues_double_beta():
@@ -159,7 +158,14 @@ BAD_OPTIONS = {
     r"expand \* width=32 is not divisible by num_heads=3": ("mamba2", {"num_heads": 3}),
     r"num_heads=4 is not divisible by num_groups=3": ("mamba2", {"num_groups": 3}),
     r"num_value_heads=3 is not divisible by num_heads=2": ("deltanet", {"num_value_heads": 3}),
+    r"num_value_heads is 0; it needs": ("deltanet", {"num_value_heads": 0}),
+    r"head_dim is 0; it needs": ("efla", {"head_dim": 0}),
+    r"kernel_size is 0; it needs": ("efla", {"kernel_size": 0}),
+    r"dt_rank is 0; it needs": ("mamba", {"dt_rank": 0}),
+    r"state_dim is 0; it needs": ("mamba2", {"state_dim": 0}),
     r"num_heads=4 is not divisible by num_kv_heads=3": ("transformer", {"num_kv_heads": 3}),
+    r"num_heads=4 is not divisible by num_kv_heads=0": ("transformer", {"num_kv_heads": 0}),
+    r"head_dim is -2; it needs": ("transformer", {"head_dim": -2}),
     r"head_dim=3 is odd": ("transformer", {"head_dim": 3}),
     r"window=0": ("transformer", {"window": 0}),
     r"allow_negative_eigenvalues=True: EFLA": ("efla", {"allow_negative_eigenvalues": True}),
@@ -186,6 +192,14 @@ def test_calls_that_do_not_fit_are_named(name, without_shape_checks):
         layer(x, layer.init_state(3))
     with pytest.raises(ValueError, match=r"segment_ids: expected shape \(2, 5\)"):
         layer(x, None, jnp.zeros((2, 4), jnp.int32))
+
+
+@pytest.mark.parametrize("name", RECURRENT)
+def test_how_the_cell_is_evaluated_is_checked_at_construction(name):
+    with pytest.raises(UnsupportedForm, match=r"form='chunk-wise' does not exist for \w+; it has rec"):
+        make(name, form="chunk-wise")
+    with pytest.raises(ValueError, match="chunk_size is 0; it needs an integer of at least 1"):
+        make(name, chunk_size=0)
 
 
 def test_blocks_add_mixer_and_mlp():

@@ -1,5 +1,6 @@
 """Argument checks: every message names the argument, what it has, and what it needs."""
 
+from numbers import Integral
 from typing import Any
 
 import jax.numpy as jnp
@@ -76,19 +77,24 @@ def check_scale(scale: Any) -> None:
 
 
 def check_count(name: str, value: int) -> None:
-    """Raise unless value is an integer ≥ 1."""
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+    """Raise unless value is an integer ≥ 1, of Python or NumPy."""
+    if not isinstance(value, Integral) or isinstance(value, bool) or value < 1:
         raise ValueError(f"{name} is {value!r}; it needs an integer of at least 1")
+
+
+def check_form(cell: str, form: str | None, forms: tuple[str, ...]) -> None:
+    """Raise unless form is None or one that the cell has."""
+    if form is not None and form not in forms:
+        raise UnsupportedForm(
+            f"form={form!r} does not exist for {cell}; it has {', '.join(forms)} (None picks)"
+        )
 
 
 def choose_form(cell: str, form: str | None, forms: tuple[str, ...], time: int) -> str:
     """The form that was asked for, or the fastest one: short sequences step by step, others in chunks."""
+    check_form(cell, form, forms)
     if form is None:
         return "recurrent" if time < SHORT else "chunkwise"
-    if form not in forms:
-        raise UnsupportedForm(
-            f"form={form!r} does not exist for {cell}; it has {', '.join(forms)} (None picks)"
-        )
     return form
 
 

@@ -8,6 +8,7 @@ from flax import nnx
 from jax.core import Tracer
 from jaxtyping import Array, Bool, Float, Int
 
+from eflax.cells.checks import check_count
 from eflax.layers.parts import linear
 from eflax.layers.state import check_call, check_divides, number_documents
 
@@ -67,9 +68,13 @@ class SoftmaxAttention(nnx.Module):
         param_dtype=jnp.float32,
         rngs: nnx.Rngs,
     ):
-        self.width, self.num_heads, self.num_kv_heads = width, num_heads, num_kv_heads or num_heads
+        self.width, self.num_heads = width, num_heads
+        self.num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
         check_divides("num_heads", num_heads, "num_kv_heads", self.num_kv_heads)
-        self.head_dim = head_dim or check_divides("width", width, "num_heads", num_heads)
+        self.head_dim = (
+            check_divides("width", width, "num_heads", num_heads) if head_dim is None else head_dim
+        )
+        check_count("head_dim", self.head_dim)
         if self.head_dim % 2:
             raise ValueError(f"head_dim={self.head_dim} is odd; rotary positions turn pairs")
         if window is not None and window < 1:

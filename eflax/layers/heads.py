@@ -18,6 +18,7 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from eflax import cells
+from eflax.cells.checks import check_count
 from eflax.layers.mixer import RecurrentMixer
 from eflax.layers.parts import DecayGate, RMSNorm, ShortConvolution, elu_plus_one, l2_normalize, linear
 from eflax.layers.state import check_divides
@@ -78,14 +79,17 @@ class HeadMixer(RecurrentMixer):
         rngs: nnx.Rngs,
     ):
         self.check_options(allow_negative_eigenvalues, variant)
-        self.width, self.num_heads, self.num_value_heads = width, num_heads, num_value_heads or num_heads
+        self.set_form(form, chunk_size)
+        self.width, self.num_heads, self.dtype = width, num_heads, dtype
+        self.num_value_heads = num_heads if num_value_heads is None else num_value_heads
+        check_count("num_value_heads", self.num_value_heads)
         check_divides("num_value_heads", self.num_value_heads, "num_heads", num_heads)
-        self.key_dim = head_dim or check_divides("width", width, "num_heads", num_heads)
+        self.key_dim = check_divides("width", width, "num_heads", num_heads) if head_dim is None else head_dim
+        check_count("head_dim", self.key_dim)
         expand_v = self.default_expand_v if expand_v is None else expand_v
         self.value_dim = round(self.key_dim * expand_v)
         self.max_beta = 2.0 if allow_negative_eigenvalues else 1.0
         self.variant = variant or next(iter(self.variants), None)
-        self.form, self.chunk_size, self.dtype = form, chunk_size, dtype
 
         keys, values = self.num_heads * self.key_dim, self.num_value_heads * self.value_dim
         options: dict[str, Any] = {"dtype": dtype, "param_dtype": param_dtype, "rngs": rngs}

@@ -8,6 +8,7 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from eflax import cells
+from eflax.cells.checks import check_count
 from eflax.layers.heads import HeadMixer, identity
 from eflax.layers.mixer import RecurrentMixer
 from eflax.layers.parts import RMSNorm, ShortConvolution, inverse_softplus_uniform, linear, log_entries
@@ -57,6 +58,7 @@ class Mamba2(HeadMixer):
         param_dtype=jnp.float32,
         rngs: nnx.Rngs,
     ):
+        check_count("state_dim", state_dim)
         channels = check_divides("expand * width", expand * width, "num_heads", num_heads)
         check_divides("num_heads", num_heads, "num_groups", num_groups)
         super().__init__(
@@ -132,9 +134,11 @@ class Mamba(RecurrentMixer):
         param_dtype=jnp.float32,
         rngs: nnx.Rngs,
     ):
-        self.width, self.channels, self.state_dim = width, expand * width, state_dim
-        self.dt_rank = dt_rank or -(-width // 16)
-        self.form, self.chunk_size, self.dtype = form, chunk_size, dtype
+        self.set_form(form, chunk_size)
+        check_count("state_dim", state_dim)
+        self.width, self.channels, self.state_dim, self.dtype = width, expand * width, state_dim, dtype
+        self.dt_rank = -(-width // 16) if dt_rank is None else dt_rank
+        check_count("dt_rank", self.dt_rank)
         options: dict[str, Any] = {"dtype": dtype, "param_dtype": param_dtype, "rngs": rngs}
         self.projection = linear(width, self.channels, **options)
         self.gate = linear(width, self.channels, **options)

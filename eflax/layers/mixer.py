@@ -6,6 +6,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
+from eflax.cells.checks import check_count, check_form
 from eflax.layers.parts import ShortConvolution
 from eflax.layers.state import MixerState, check_call, number_documents, restart
 
@@ -26,6 +27,12 @@ class RecurrentMixer(nnx.Module):
     form: str | None
     chunk_size: int
     dtype: Any
+
+    def set_form(self, form: str | None, chunk_size: int) -> None:
+        """Set how the cell is evaluated, or raise ValueError where it cannot be so."""
+        check_form(self.cell.name, form, self.cell.forms)
+        check_count("chunk_size", chunk_size)
+        self.form, self.chunk_size = form, chunk_size
 
     def stream(self, x: Float[Array, "B T D"]) -> Float[Array, "B T S"]:
         """Project x to the channels of the short convolution."""

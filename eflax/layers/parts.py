@@ -13,6 +13,8 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
+from eflax.cells.checks import check_count
+
 # PyTorch's default for linear layers and convolutions, uniform ±1/sqrt(fan_in), as in the code that the
 # layers follow. For EFLA it is more than taste: keys are raw, so it decides λ = |k|² at the start. With the
 # convolution kernels uniform ±1/2, λ ≈ 4.5 for K = 128 and unit input, and βλ ≈ 2 is near the maximum of the
@@ -81,6 +83,7 @@ class ShortConvolution(nnx.Module):
         param_dtype=jnp.float32,
         rngs: nnx.Rngs,
     ):
+        check_count("kernel_size", kernel_size)
         self.kernel = nnx.Param(fan_in_uniform(rngs.params(), (kernel_size, width), param_dtype))
         self.bias = nnx.Param(jnp.zeros(width, param_dtype)) if use_bias else None
 

@@ -9,6 +9,7 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from eflax import cells
+from eflax.cells.checks import check_count, check_form
 from eflax.layers.parts import (
     DecayGate,
     elu_plus_one,
@@ -74,6 +75,8 @@ class SequenceClassifier(nnx.Module):
     ):
         if cell not in cells.CELLS:
             raise ValueError(f"cell={cell!r} is unknown; there are {', '.join(cells.CELLS)}")
+        check_form(cell, form, cells.CELLS[cell].forms)
+        check_count("chunk_size", chunk_size)
         self.length, self.dtype = length, dtype
         self.embedding = nnx.Param(fan_in_uniform(rngs.params(), (1, width), jnp.float32))
         self.positions = nnx.Param(0.02 * jax.random.normal(rngs.params(), (length, width), jnp.float32))
