@@ -7,7 +7,7 @@ import pytest
 from flax import nnx
 from layer_tables import EXEMPT, RECURRENT, SMALL, WIDTH, call, make, parameters, tokens
 
-from eflax import layers
+from eflax import cells, layers
 from eflax.cells import UnsupportedForm
 from eflax.layers import LAYERS
 
@@ -135,6 +135,12 @@ def test_options_reach_the_cell():
     x = tokens(9)
     assert published.variant == "published"
     assert not np.allclose(call(published, x)[0], call(ablation, x)[0], atol=1e-4)
+    exact, euler = make("efla"), make("efla", order=1)
+    arguments = euler.arguments(x, euler.stream(x))
+    o, _ = euler.cell(**arguments, **euler.cell_options(), form="recurrent")
+    delta_rule, _ = cells.delta_rule(**arguments, scale=8**-0.5, form="recurrent")
+    np.testing.assert_allclose(o, delta_rule, rtol=1e-5, atol=1e-6)
+    assert not np.allclose(call(exact, x)[0], call(euler, x)[0], atol=1e-4)
     assert make("efla", head_dim=4, expand_v=3.0).init_state(5).recurrent.shape == (5, 2, 4, 12)
     assert make("gated-deltanet").init_state(1).recurrent.shape == (1, 2, 8, 16)
     assert make("deltanet", num_value_heads=6).init_state(1).recurrent.shape == (1, 6, 8, 8)
@@ -170,6 +176,8 @@ BAD_OPTIONS = {
     r"window=0": ("transformer", {"window": 0}),
     r"allow_negative_eigenvalues=True: EFLA": ("efla", {"allow_negative_eigenvalues": True}),
     r"variant='published': EFLA has no variants": ("efla", {"variant": "published"}),
+    r"order=2: GatedEFLA has none": ("gated-efla", {"order": 2}),
+    r"order is 0; it needs": ("efla", {"order": 0}),
     r"variant='other': GatedEFLA has \('published'": ("gated-efla", {"variant": "other"}),
 }
 

@@ -40,6 +40,8 @@ class HeadMixer(RecurrentMixer):
         expand_v: the size of values is V = expand_v · K; None is the default of the class.
         allow_negative_eigenvalues: beta in (0, 2) instead of (0, 1): delta-rule cells may flip a direction.
         variant: the form of the cell, of GatedEFLA only: "published", "log_rate" or "decay_first".
+        order: terms kept of the series of the cell's step, of EFLA only; None is the exact step. A few terms are
+            stable for short keys only (with order=1, DeltaNet's step, for beta · |k|² < 2).
         norm_epsilon: added to the mean square of a head's output, which is 1e-4 to 1e-6 at the start (a unit query
             over sqrt(K), and less behind a fast decay): the usual 1e-5 or 1e-6 would damp the heads.
         kernel_size: tokens under the short convolution.
@@ -59,6 +61,7 @@ class HeadMixer(RecurrentMixer):
     default_expand_v: ClassVar[float] = 1.0
     negative_eigenvalues: ClassVar[bool] = False  # whether the cell can have them
     variants: ClassVar[tuple[str, ...]] = ()  # of the cell, the default first
+    has_order: ClassVar[bool] = False  # whether the step of the cell is a series that can be cut
 
     def __init__(
         self,
@@ -70,6 +73,7 @@ class HeadMixer(RecurrentMixer):
         expand_v: float | None = None,
         allow_negative_eigenvalues: bool = False,
         variant: str | None = None,
+        order: int | None = None,
         norm_epsilon: float = 1e-8,
         kernel_size: int = 4,
         form: str | None = None,
@@ -78,7 +82,7 @@ class HeadMixer(RecurrentMixer):
         param_dtype=jnp.float32,
         rngs: nnx.Rngs,
     ):
-        self.check_options(allow_negative_eigenvalues, variant)
+        self.check_options(allow_negative_eigenvalues, variant, order)
         self.set_form(form, chunk_size)
         self.width, self.num_heads, self.dtype = width, num_heads, dtype
         self.num_value_heads = num_heads if num_value_heads is None else num_value_heads
@@ -90,6 +94,7 @@ class HeadMixer(RecurrentMixer):
         self.value_dim = round(self.key_dim * expand_v)
         self.max_beta = 2.0 if allow_negative_eigenvalues else 1.0
         self.variant = variant or next(iter(self.variants), None)
+        self.order = order
 
         keys, values = self.num_heads * self.key_dim, self.num_value_heads * self.value_dim
         options: dict[str, Any] = {"dtype": dtype, "param_dtype": param_dtype, "rngs": rngs}
@@ -114,13 +119,17 @@ class HeadMixer(RecurrentMixer):
         self.norm = RMSNorm(self.value_dim, norm_epsilon, rngs=rngs)
         self.out = linear(values, width, **options)
 
-    def check_options(self, allow_negative_eigenvalues: bool, variant: str | None) -> None:
+    def check_options(self, allow_negative_eigenvalues: bool, variant: str | None, order: int | None) -> None:
         """Raise ValueError for an option that the cell of the class does not have."""
         name = type(self).__name__
         if allow_negative_eigenvalues and not self.negative_eigenvalues:
             raise ValueError(f"allow_negative_eigenvalues=True: {name} has none; DeltaNet's may be negative")
         if variant is not None and variant not in self.variants:
             raise ValueError(f"variant={variant!r}: {name} has {self.variants or 'no variants'}")
+        if order is not None:
+            if not self.has_order:
+                raise ValueError(f"order={order!r}: {name} has none; EFLA's step may be cut to an order")
+            check_count("order", order)
 
     def init_recurrent(self, batch_size: int) -> Array | tuple[Array, ...]:
         """Return the initial state of the cell, [B, HV, K, V] float32."""
@@ -149,9 +158,13 @@ class HeadMixer(RecurrentMixer):
         return arguments
 
     def cell_options(self) -> dict[str, Any]:
-        """Return the scale of the queries, K^-0.5, and the variant of the cell if it has any."""
-        scale = {"scale": self.key_dim**-0.5}
-        return scale | {"variant": self.variant} if self.variants else scale
+        """Return the scale of the queries, K^-0.5, and the variant or order of the cell if it has any."""
+        options: dict[str, Any] = {"scale": self.key_dim**-0.5}
+        if self.variants:
+            options["variant"] = self.variant
+        if self.has_order:
+            options["order"] = self.order
+        return options
 
     def output(
         self, x: Float[Array, "B T D"], stream: Float[Array, "B T S"], o: Float[Array, "B T HV V"]
@@ -188,6 +201,7 @@ class EFLA(HeadMixer):
 
     cell = cells.efla
     key_map = staticmethod(identity)
+    has_order = True
 
 
 class GatedDeltaNet(HeadMixer):
