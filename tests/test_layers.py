@@ -139,6 +139,7 @@ def test_options_reach_the_cell():
     arguments = euler.arguments(x, euler.stream(x))
     o, _ = euler.cell(**arguments, **euler.cell_options(), form="recurrent")
     delta_rule, _ = cells.delta_rule(**arguments, scale=8**-0.5, form="recurrent")
+    assert delta_rule is not None
     np.testing.assert_allclose(o, delta_rule, rtol=1e-5, atol=1e-6)
     assert not np.allclose(call(exact, x)[0], call(euler, x)[0], atol=1e-4)
     assert make("efla", head_dim=4, expand_v=3.0).init_state(5).recurrent.shape == (5, 2, 4, 12)
