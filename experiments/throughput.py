@@ -10,7 +10,7 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 import jax
 import jax.numpy as jnp
@@ -30,6 +30,7 @@ from experiments.throughput_peers import peer_results
 SHAPES = {"cpu": ("128x784x1x64", "1x4096x4x64"), "gpu": ("8x4096x16x128", "1x65536x16x128", "32x2048x8x128")}
 
 WRONG = "WRONG"
+MAX_SEED = 2**32 - 1  # of jax.random, which takes larger ones modulo 2**32
 
 Task = Literal["forward", "gradient", "state-gradient"]
 
@@ -122,6 +123,9 @@ def main(args: Sequence[str] | None = None) -> int:
 
 def plan_shapes(flags: Flags) -> list[Shape]:
     """Check the flags before any work and return the shapes. Raises ValueError naming the flag."""
+    for name, values, choices in (("cell", flags.cell, CELLS), ("task", flags.task, get_args(Task))):
+        if not values:
+            raise ValueError(f"--{name}: give at least one of {', '.join(choices)}")
     for name in flags.cell:
         if name not in CELLS:
             raise ValueError(f"--cell {name}: there are {', '.join(CELLS)}")
@@ -131,6 +135,8 @@ def plan_shapes(flags: Flags) -> list[Shape]:
     for name, value in (("chunk-size", flags.chunk_size), ("repeats", flags.repeats)):
         if value < 1:
             raise ValueError(f"--{name} {value}: must be at least 1")
+    if not 0 <= flags.seed <= MAX_SEED:
+        raise ValueError(f"--seed {flags.seed}: must not be negative, nor above {MAX_SEED}")
     texts = flags.shape or SHAPES.get(jax.default_backend(), SHAPES["gpu"])
     return [parse_shape(text) for text in texts]
 

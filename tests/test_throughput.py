@@ -75,6 +75,10 @@ def test_inputs_exist_for_every_cell(name):
         (("--shape", "3x4"), "--shape 3x4"),
         (("--shape", "0x4x1x1"), "--shape 0x4x1x1"),
         (("--repeats", "0"), "--repeats 0"),
+        (("--cell",), "--cell: give at least one of linear_attention, "),
+        (("--task",), "--task: give at least one of forward, "),
+        (("--seed", "-1"), "--seed -1: must not be negative"),
+        (("--seed", "4294967296"), "--seed 4294967296"),
     ],
 )
 def test_flags_that_cannot_be_used_are_refused(tmp_path, capsys, flags, named):
