@@ -13,7 +13,8 @@ SECONDS_BETWEEN_LINES = 10.0
 class Progress:
     """Shows label, done/total, rate, remaining time and the latest values; use it as a context manager.
 
-    In a log file or a pipe, where a live bar cannot be drawn, one line is printed at most every ten seconds.
+    In a log file or a pipe, where a live bar cannot be drawn, a line is printed at most every ten seconds and one at
+    the end, each with a new count.
 
     Args:
         label: what is being done, such as "train efla".
@@ -25,6 +26,8 @@ class Progress:
     def __init__(self, label: str, total: int | float, start: int | float = 0, unit: str = "step") -> None:
         self.label, self.total, self.start, self.unit = label, total, start, unit
         self.done = start
+        self._told: int | float | None = None  # what was done at the last line
+        self._note = ""
         self._console = Console(highlight=False, soft_wrap=True)
         self._bar: RichProgress | None = None
         self._task = TaskID(0)
@@ -58,23 +61,24 @@ class Progress:
     def advance(self, amount: int | float = 1, **values: float) -> None:
         """Count `amount` more units as done and show the named values."""
         self.done += amount
-        note = "  ".join(f"{name} {value:.4g}" for name, value in values.items())
+        self._note = "  ".join(f"{name} {value:.4g}" for name, value in values.items())
         if self._bar is not None:
-            self._bar.update(
-                self._task, completed=self.done, note=f"{self._rate():.3g} {self.unit}/s  {note}"
-            )
+            note = f"{self._rate():.3g} {self.unit}/s  {self._note}"
+            self._bar.update(self._task, completed=self.done, note=note)
         elif time.monotonic() - self._last_line >= SECONDS_BETWEEN_LINES:
-            self._print_line(note)
+            self._print_line()
 
     def _rate(self) -> float:
         return (self.done - self.start) / max(time.monotonic() - self._began, 1e-9)
 
-    def _print_line(self, note: str = "") -> None:
-        self._last_line = time.monotonic()
+    def _print_line(self) -> None:
+        if self.done == self._told:
+            return
+        self._told, self._last_line = self.done, time.monotonic()
         rate = self._rate()
         remaining = (
             f"{(self.total - self.done) / rate:.0f} s left" if rate > 0 and self.done < self.total else ""
         )
         elapsed = f"{time.monotonic() - self._began:.0f} s"
-        parts = (f"{self.done:g}/{self.total:g}", elapsed, f"{rate:.3g} {self.unit}/s", remaining, note)
+        parts = (f"{self.done:g}/{self.total:g}", elapsed, f"{rate:.3g} {self.unit}/s", remaining, self._note)
         self._console.print(f"{self.label}: " + "  ".join(part for part in parts if part))

@@ -314,8 +314,19 @@ def test_progress_prints_lines_where_there_is_no_terminal(capsys, monkeypatch):
     monkeypatch.setattr("eflax.progress.SECONDS_BETWEEN_LINES", 0.0)
     with Progress("train x", 10, start=4) as progress:
         progress.advance(3, loss=0.5)
-    lines = capsys.readouterr().out.splitlines()
-    assert lines[0].startswith("train x: 7/10") and "s left" in lines[0] and "loss 0.5" in lines[0]
+        progress.advance(3, loss=0.25)
+        progress.advance(0)
+    middle, last = capsys.readouterr().out.splitlines()
+    assert middle.startswith("train x: 7/10") and "s left" in middle and "loss 0.5" in middle
+    assert last.startswith("train x: 10/10") and "s left" not in last and "loss 0.25" in last
+
+
+def test_the_end_of_a_progress_is_told_though_its_line_is_not_due(capsys):
+    with Progress("train x", 2) as progress:
+        progress.advance(1, loss=0.5)
+        progress.advance(1, loss=0.25)
+    (line,) = capsys.readouterr().out.splitlines()
+    assert line.startswith("train x: 2/2") and "loss 0.25" in line
 
 
 def test_an_unfinished_line_is_cut_off_when_the_run_goes_on(tmp_path):
