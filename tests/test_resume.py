@@ -56,6 +56,7 @@ def test_stop_by_signal_saves_and_resumes(tmp_path, whole_run):
     out = tmp_path / "run"
     code, output = end_when(launch(SCRIPT, str(out)), lambda: steps_logged(out) >= 5, signal.SIGTERM)
     assert code == 128 + signal.SIGTERM, output
+    assert output.count("SIGTERM: finishing the step, then saving") == 1
     saved = steps_logged(out)
     assert (out / "checkpoints" / "tiny" / str(saved)).is_dir()  # at the very step where it stopped
     resumed = launch(SCRIPT, str(out), "--resume")

@@ -3,8 +3,10 @@
 import itertools
 import json
 import os
+import select
 import signal
 import time
+from threading import Timer
 
 import jax
 import jax.numpy as jnp
@@ -149,6 +151,23 @@ def test_signal_is_noted_then_acts():
         with pytest.raises(KeyboardInterrupt):
             os.kill(os.getpid(), signal.SIGINT)
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_a_signal_is_told_while_the_main_thread_is_outside_python(monkeypatch, tmp_path):
+    """Blocked here, so that no system call of the main thread is interrupted and no handler runs in it."""
+    reader, writer = os.pipe()
+    with open(reader) as told, open(writer, "w", buffering=1) as stderr, StopRequest() as stop:
+        monkeypatch.setattr("sys.stderr", stderr)
+        Timer(0.05, os.kill, (os.getpid(), signal.SIGTERM)).start()
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, stop.SIGNALS)
+        try:
+            ready, _, _ = select.select([told], [], [], 60)
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        assert (
+            ready and told.readline() == "SIGTERM: finishing the step, then saving; again to stop at once\n"
+        )
+        assert stop.requested
 
 
 STATE = {"a": jnp.arange(4000.0), "deep": [jnp.int32(3), jnp.ones((2, 3), jnp.bfloat16)]}
