@@ -36,9 +36,9 @@ from eflax.training import (
     cross_entropy,
     initial_state,
     make_train_step,
-    read_config,
 )
-from experiments.smnist_flags import KEYS, Arm, FlagError, Flags, Plan, from_config, make_plan, to_config
+from experiments.smnist_config import RECORDS, read_flags, to_config
+from experiments.smnist_flags import KEYS, Arm, FlagError, Flags, Plan, make_plan
 from experiments.smnist_report import write_report
 
 
@@ -72,14 +72,14 @@ def parse_flags(args: Sequence[str] | None = None) -> Flags:
 
     Raises:
         FlagError: --resume and --out were both given.
-        RunFolderError: the folder to resume holds no run.
+        RunFolderError: the folder to resume holds no run, or a damaged one.
     """
     flags = tyro.cli(Flags, args=args, prog="python -m experiments.smnist")
     if flags.resume is None:
         return flags
     if flags.out is not None:
         raise FlagError(f"--out {flags.out}: a resumed run goes on in its own folder; leave --out out")
-    saved = replace(from_config(read_config(flags.resume)), resume=flags.resume)
+    saved = replace(read_flags(flags.resume), resume=flags.resume)
     return tyro.cli(Flags, args=args, default=saved, prog="python -m experiments.smnist")
 
 
@@ -91,7 +91,7 @@ def run(flags: Flags, out: Path, console: Console) -> int:
     if plan.batch_size > len(data.x_train):
         raise FlagError(f"--batch-size {plan.batch_size}: there are only {len(data.x_train)} training images")
     config = to_config(flags, plan, data.fingerprint())
-    with RunFolder(out, config, resume=flags.resume is not None) as folder, StopRequest() as stop:
+    with RunFolder(out, config, flags.resume is not None, RECORDS) as folder, StopRequest() as stop:
         console.print(
             f"Trainings: {len(plan.arms)} of {plan.steps} steps on {plan.dataset}; results in {out}"
         )

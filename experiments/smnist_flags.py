@@ -1,8 +1,8 @@
 """Flags of the sequential-MNIST experiment, its presets, and the plan that follows from them."""
 
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from tyro.conf import arg
 
@@ -228,26 +228,3 @@ def _positive(name: str, value: int) -> int:
     if value < 1:
         raise FlagError(f"--{name} {value}: must be at least 1")
     return value
-
-
-NOT_SAVED = ("out", "resume")
-
-
-def to_config(flags: Flags, plan: Plan, fingerprint: str) -> dict[str, Any]:
-    """Return what identifies a run: its flags, then what follows from them, then the data."""
-    given = {name: value for name, value in asdict(flags).items() if name not in NOT_SAVED}
-    given["data_dir"] = None if flags.data_dir is None else str(flags.data_dir)
-    return {**given, "plan": asdict(plan), "data_sha256": fingerprint}
-
-
-def from_config(config: dict[str, Any]) -> Flags:
-    """Return the flags of `to_config`. Raises FlagError where `config` is something else."""
-    try:
-        values = {field.name: config[field.name] for field in fields(Flags) if field.name not in NOT_SAVED}
-        values |= {"cell": tuple(values["cell"]), "lr": tuple(values["lr"])}
-        values["data_dir"] = None if values["data_dir"] is None else Path(values["data_dir"])
-    except (KeyError, TypeError) as error:
-        raise FlagError(
-            f"--resume: config.json is damaged or of another experiment ({error!r}); start anew with --out"
-        ) from error
-    return Flags(**values)

@@ -14,9 +14,10 @@ from rich.console import Console
 from eflax.cells import CELLS
 from eflax.data.images import ARRAYS, NAMES, load_images
 from eflax.evaluation import FAMILIES
-from eflax.training import Checkpoints, RunFolder
+from eflax.training import Checkpoints, RunFolder, RunFolderError
 from experiments import smnist
-from experiments.smnist_flags import SWEEP, FlagError, Flags, Plan, from_config, make_plan, to_config
+from experiments.smnist_config import RECORDS, read_flags, to_config
+from experiments.smnist_flags import SWEEP, FlagError, Flags, Plan, make_plan
 from experiments.smnist_report import Group, group_arms, robustness_rows, smooth, summary_row, write_report
 
 POINTS = sum(len(family.strengths) for family in FAMILIES.values())
@@ -138,10 +139,56 @@ def test_help_describes_every_flag(capsys, monkeypatch):
         assert name in text
 
 
-def test_config_round_trip():
-    flags = smnist.parse_flags(["--cell", "efla", "--lr", "efla=1e-3", "--data-dir", "/data"])
-    config = json.loads(json.dumps(to_config(flags, make_plan(flags), "0")))
-    assert from_config(config) == flags
+def test_config_round_trip(tmp_path):
+    flags = smnist.parse_flags(["--cell", "efla", "--lr", "efla=1e-3", "--data-dir", "/data", "--steps", "7"])
+    RunFolder(tmp_path, to_config(flags, make_plan(flags), "0")).close()
+    assert read_flags(tmp_path) == flags
+
+
+WRONG_CONFIGS = [
+    ("steps", "many", "'steps' is 'many' and must be Optional[int]"),
+    ("steps", 0, "--steps 0: must be at least 1"),
+    ("seeds", None, "'seeds' is None and must be int"),
+    ("lr_sweep", 1, "'lr_sweep' is 1 and must be bool"),
+    ("cell", "efla", "'cell' is 'efla' and must be tuple[str, ...]"),
+    ("cell", ["lstm"], "--cell lstm: there are "),
+    ("lr", [0.1], "'lr' is [0.1] and must be tuple[str, ...]"),
+    ("preset", "slow", "'preset' is 'slow' and must be Literal["),
+    ("dataset", {}, "'dataset' is {} and must be Optional[str]"),
+    ("data_dir", 3, "'data_dir' is 3 and must be pathlib.Path | None"),
+]
+
+
+@pytest.mark.parametrize(("name", "value", "fault"), WRONG_CONFIGS)
+def test_resume_names_a_wrong_flag_of_the_config(name, value, fault, tmp_path, capsys):
+    config = to_config(Flags(), plan(), "0")
+    RunFolder(tmp_path, config | {name: value}).close()
+    assert smnist.main(["--resume", str(tmp_path)]) == 2
+    error = capsys.readouterr().err
+    assert f"{tmp_path / 'config.json'}: {fault}" in error and "start a new run with --out" in error
+
+
+def test_resume_names_a_missing_flag_of_the_config(tmp_path, capsys):
+    config = to_config(Flags(), plan(), "0")
+    del config["form"]
+    RunFolder(tmp_path, config).close()
+    assert smnist.main(["--resume", str(tmp_path)]) == 2
+    assert "config.json: 'form' is missing and must be str | None; restore" in capsys.readouterr().err
+
+
+POINT = {"run": "a", "step": 3, "family": "noise", "strength": 0.5, "correct": 5, "count": 10}
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"strength": "0.5"}, {"correct": None}, {"count": 0}, {"family": 1}, {"diverged": 1}]
+)
+def test_resume_names_a_wrong_field_of_an_evaluation(wrong, tmp_path):
+    with RunFolder(tmp_path, {}, layouts=RECORDS) as folder:
+        folder.append([POINT])
+        assert folder.records() == [POINT]
+        folder.append([POINT | wrong])
+    with pytest.raises(RunFolderError, match=f"metrics.jsonl, line 2: {next(iter(wrong))!r} is "):
+        RunFolder(tmp_path, {}, True, RECORDS)
 
 
 def test_smoothing_starts_at_the_first_value():

@@ -291,6 +291,9 @@ def test_folder_that_holds_no_run_cannot_be_resumed(tmp_path):
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(RunFolderError, match="damaged or was not written by eflax"):
         RunFolder(tmp_path, {}, resume=True)
+    (tmp_path / "config.json").write_text('{"config": [1]}')
+    with pytest.raises(RunFolderError, match=r"config.json: 'config' is \[1\] and must be a JSON object"):
+        RunFolder(tmp_path, {}, resume=True)
     (tmp_path / "file").touch()
     with pytest.raises(RunFolderError, match="cannot write there"):
         RunFolder(tmp_path / "file" / "run", {})
@@ -325,8 +328,29 @@ def test_metrics_survive_a_cut_line_but_not_a_foreign_one(tmp_path):
         folder.keep(lambda record: record["step"] < 3)
         assert [record["step"] for record in records(tmp_path)] == [0, 1, 2]
         (tmp_path / "metrics.jsonl").write_text("hello\n")
-        with pytest.raises(RunFolderError, match="line 1 is not a JSON object"):
+        with pytest.raises(
+            RunFolderError, match=r"metrics.jsonl, line 1: not a JSON object: 'hello'; restore"
+        ):
             folder.records()
+
+
+@pytest.mark.parametrize(
+    ("line", "fault"),
+    [
+        ('[1, "a"]', "not a JSON object"),
+        ('{"run": "a"}', "'step' is missing and must be a whole number"),
+        ('{"run": "a", "step": "2"}', "'step' is '2' and must be a whole number"),
+        ('{"run": ["a"], "step": 2}', r"'run' is \['a'\] and must be text"),
+        ('{"run": "a", "step": 2, "loss": null}', "'loss' is None and must be a number"),
+    ],
+)
+def test_resume_names_a_wrong_field_of_the_metrics(tmp_path, line, fault):
+    with RunFolder(tmp_path, {}) as folder:
+        folder.append([{"run": "a", "step": 1, "loss": 2}, {"cell": "of another experiment"}])
+    with (tmp_path / "metrics.jsonl").open("a") as log:
+        log.write(line + "\n")
+    with pytest.raises(RunFolderError, match=f"metrics.jsonl, line 3: {fault}.*start a new run with --out"):
+        RunFolder(tmp_path, {}, resume=True)
 
 
 def test_progress_prints_lines_where_there_is_no_terminal(capsys, monkeypatch):

@@ -3,10 +3,11 @@
 from eflax.training.checkpoint import CheckpointError, Checkpoints
 from eflax.training.interrupt import Interrupted, StopRequest
 from eflax.training.loop import Diverged, Trainer
-from eflax.training.run_folder import RunFolder, RunFolderError, read_config
+from eflax.training.run_folder import TRAINING, RunFolder, RunFolderError, read_config
 from eflax.training.step import TrainState, TrainStep, adamw, cross_entropy, initial_state, make_train_step
 
 __all__ = [
+    "TRAINING",
     "CheckpointError",
     "Checkpoints",
     "Diverged",

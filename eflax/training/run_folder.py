@@ -21,6 +21,17 @@ PACKAGES = ("eflax", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grai
 
 type Record = dict[str, Any]
 
+# A record that has the field on the left must have those on the right, each of its kind.
+type Layouts = dict[str, dict[str, str]]
+TRAINING: Layouts = {"run": {"step": "a whole number"}, "step": {"run": "text"}, "loss": {"loss": "a number"}}
+KINDS: dict[str, Callable[[Any], bool]] = {
+    "text": lambda value: isinstance(value, str),
+    "a number": lambda value: type(value) in (int, float),  # True is not one
+    "a whole number": lambda value: type(value) is int,
+    "a positive whole number": lambda value: type(value) is int and value > 0,
+}
+WAY_OUT = "restore what was there, or start a new run with --out"
+
 
 class RunFolderError(ValueError):
     """An output folder cannot be used as asked; the message names it and the way out."""
@@ -34,15 +45,18 @@ class RunFolder:
         config: what the run is, as JSON can hold it. It is written when the run begins; at a resume it must
             equal what was written then.
         resume: continue the run that the folder holds.
+        layouts: what the records of metrics.jsonl look like; checked whenever they are read.
 
     Raises:
         RunFolderError: another process uses the folder; it holds a run and `resume` is off, or none and
-            `resume` is on; it holds foreign files; or `config` differs from that of the run (the message
-            names the field).
+            `resume` is on; it holds foreign files; or `config` differs from that of the run, or a record
+            from its layout (the message names the field).
     """
 
-    def __init__(self, path: Path, config: Mapping[str, Any], resume: bool = False) -> None:
-        self.path = path
+    def __init__(
+        self, path: Path, config: Mapping[str, Any], resume: bool = False, layouts: Layouts = TRAINING
+    ) -> None:
+        self.path, self._layouts = path, layouts
         self._log = path / METRICS
         self._lock = _hold(path, resume)
         try:
@@ -77,20 +91,18 @@ class RunFolder:
         """Return the records of metrics.jsonl; a last line that a killed process left unfinished is not one.
 
         Raises:
-            RunFolderError: another line is not a JSON object.
+            RunFolderError: another line is not a JSON object, or not of its layout.
         """
         lines = self._log.read_text(errors="replace").split("\n") if self._log.exists() else [""]
         records = []
         for number, line in enumerate(lines[:-1], start=1):  # what follows the last newline is unfinished
             try:
                 record = json.loads(line)
-                if not isinstance(record, dict):
-                    raise ValueError(f"it is a {type(record).__name__}")
-                records.append(record)
-            except ValueError as error:
-                raise RunFolderError(
-                    f"{self._log}, line {number} is not a JSON object: {line[:60]!r}"
-                ) from error
+            except ValueError:
+                record = None
+            if fault := _fault(record, line, self._layouts):
+                raise RunFolderError(f"{self._log}, line {number}: {fault}; {WAY_OUT}")
+            records.append(record)
         return records
 
     def keep(self, wanted: Callable[[Record], bool]) -> None:
@@ -120,9 +132,14 @@ def read_config(path: Path) -> dict[str, Any]:
             f"--resume {path}: there is no {CONFIG}, so no run to continue; start one with --out"
         )
     try:
-        return json.loads(file.read_text())["config"]
+        config = json.loads(file.read_text())["config"]
     except (ValueError, KeyError, TypeError) as error:
-        raise RunFolderError(f"{file} is damaged or was not written by eflax ({error!r})") from error
+        raise RunFolderError(
+            f"{file} is damaged or was not written by eflax ({error!r}); {WAY_OUT}"
+        ) from error
+    if not isinstance(config, dict):
+        raise RunFolderError(f"{file}: 'config' is {config!r} and must be a JSON object; {WAY_OUT}")
+    return config
 
 
 def compare_configs(saved: Mapping[str, Any], given: Mapping[str, Any]) -> None:
@@ -133,6 +150,18 @@ def compare_configs(saved: Mapping[str, Any], given: Mapping[str, Any]) -> None:
                 f"resume with another {field!r}: the run began with {saved.get(field)!r}, and now it is "
                 f"{given.get(field)!r}; leave it out to continue the run, or start a new one with --out"
             )
+
+
+def _fault(record: Any, line: str, layouts: Layouts) -> str | None:
+    """Return what is wrong with a record of metrics.jsonl, None where nothing is."""
+    if not isinstance(record, dict):
+        return f"not a JSON object: {line[:60]!r}"
+    for mark, fields in layouts.items():
+        for name, kind in fields.items() if mark in record else ():
+            if not KINDS[kind](record.get(name)):
+                found = repr(record[name]) if name in record else "missing"
+                return f"{name!r} is {found} and must be {kind}"
+    return None
 
 
 def _hold(path: Path, resume: bool) -> int:
