@@ -12,6 +12,7 @@ matplotlib.use("Agg")  # no display is needed
 import matplotlib.pyplot as plt
 import numpy as np
 from matplotlib.axes import Axes
+from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
 from rich.console import Console
 from rich.table import Table
@@ -158,10 +159,21 @@ def _line(panel: Axes, x: Sequence[float], rows: Sequence[Row], name: str, label
     panel.fill_between(x, middle - spread, middle + spread, color=line.get_color(), alpha=0.2, linewidth=0)
 
 
+def colors(groups: Sequence[Group]) -> list[np.ndarray]:
+    """Return an RGB color for each group: a hue for each cell, the darker the higher the learning rate."""
+    variants = list(dict.fromkeys(group.variant for group in groups))
+    chosen = []
+    for group in groups:
+        hue = np.array(to_rgb(f"C{variants.index(group.variant) % 10}"))
+        rates = sorted({other.lr for other in groups if other.variant == group.variant})
+        shade = np.interp(rates.index(group.lr), (0, len(rates) - 1), (-0.6, 0.5)) if len(rates) > 1 else 0.0
+        chosen.append(hue + abs(shade) * ((shade < 0) - hue))  # towards white below 0, towards black above
+    return chosen
+
+
 def _draw_curves(groups: list[Group], records: Records) -> Figure:
-    figure, panel = plt.subplots(figsize=(7, 4.2))
-    for position, group in enumerate(groups):
-        color = f"C{position % 10}"
+    figure, panel = plt.subplots(figsize=(9, 4.2))
+    for color, group in zip(colors(groups), groups, strict=True):
         curves = [losses for run in group.runs if (losses := _losses(run, records))]
         for losses in curves:
             panel.plot(range(1, len(losses) + 1), losses, color=color, alpha=0.2, linewidth=0.7)
@@ -170,19 +182,13 @@ def _draw_curves(groups: list[Group], records: Records) -> Figure:
             continue
         smoothed = np.array([smooth(losses)[:length] for losses in curves])
         steps = np.arange(1, length + 1)
-        panel.plot(
-            steps, smoothed.mean(0), color=color, label=f"{group.title}, lr {group.lr:g}{_over(group)}"
-        )
+        panel.plot(steps, smoothed.mean(0), color=color, label=f"{group.title}, lr {group.lr:g}")
         if len(curves) > 1:
             low, high = smoothed.mean(0) - smoothed.std(0, ddof=1), smoothed.mean(0) + smoothed.std(0, ddof=1)
             panel.fill_between(steps, low, high, color=color, alpha=0.2, linewidth=0)
-    panel.set(
-        xlabel="step",
-        ylabel="training loss (nats)",
-        ylim=(0, None),
-        title=f"thin: each step, thick: moving average ({EMA})",
-    )
-    panel.legend(fontsize="small")
+    panel.set_title(f"thin: each step, thick: moving average, {EMA}{_over(groups[0])}")
+    panel.set(xlabel="step", ylabel="training loss (nats)", ylim=(0, None))
+    panel.legend(fontsize="small", loc="center left", bbox_to_anchor=(1, 0.5))  # beside, not on the curves
     panel.grid(alpha=0.3)
     return figure
 

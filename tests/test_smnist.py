@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from matplotlib.colors import to_rgb
 from processes import end_when, finish, launch
 from rich.console import Console
 
@@ -18,7 +19,15 @@ from eflax.training import Checkpoints, RunFolder, RunFolderError
 from experiments import smnist
 from experiments.smnist_config import RECORDS, read_flags, to_config
 from experiments.smnist_flags import SWEEP, FlagError, Flags, Plan, make_plan
-from experiments.smnist_report import Group, group_arms, robustness_rows, smooth, summary_row, write_report
+from experiments.smnist_report import (
+    Group,
+    colors,
+    group_arms,
+    robustness_rows,
+    smooth,
+    summary_row,
+    write_report,
+)
 
 POINTS = sum(len(family.strengths) for family in FAMILIES.values())
 
@@ -336,6 +345,15 @@ def test_divergence_of_one_cell_is_told_and_the_other_goes_on(small, tmp_path, c
         rows = {row["cell"]: row for row in csv.DictReader(stream)}
     assert rows["delta_rule"]["diverged"] == "1" and rows["delta_rule"]["clean_mean"] == ""
     assert rows["efla"]["clean_mean"] != ""
+
+
+def test_a_cell_has_one_hue_and_a_learning_rate_its_shade():
+    alone = colors(group_arms(plan("--seeds", "2").arms))
+    np.testing.assert_allclose(alone, [to_rgb("C0"), to_rgb("C1")])
+    sweep = np.array(colors(group_arms(plan("--lr-sweep").arms))).reshape(2, len(SWEEP), 3)
+    assert (np.diff(sweep.mean(-1)) < -0.05).all()  # darker from rate to rate
+    for cell, hue in zip(sweep, alone, strict=True):
+        assert (cell.argmax(-1) == hue.argmax()).all() and (cell.argmin(-1) == hue.argmin()).all()
 
 
 def test_sweep_and_seed_bands_are_drawn(tmp_path):
