@@ -65,7 +65,10 @@ def _repeated_key(inputs, rng):
 def _keys_of_norm(norm):
     def edit(inputs, rng):
         inputs["k"] = norm * _unit(inputs["k"])
-        inputs["initial_state"] /= max(norm, 1.0)  # a state that such keys have written is of order v / |k|
+        # A state that such keys have written is of order v / |k|. This hides a limit: from an initial state of order 1
+        # the final state of `parallel` at T = 200 is off by 4e-5 in float32, above the budget of 1e-5, because one
+        # difference cancels all that was erased. See the docstring of eflax/cells/forms/parallel.py.
+        inputs["initial_state"] /= max(norm, 1.0)
 
     return edit
 
