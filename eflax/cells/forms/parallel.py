@@ -12,8 +12,8 @@ linear attention, the quadratic mode of SSD.
 A limit of this form: what long keys erase of S₀ is taken away in one difference, S₀ + Kᵀ D, and not token by token. The
 absolute error of S_T is then a few roundings of S₀, which grow with T, however small S_T is. In float32 with |k| = 100,
 T = 200 and an S₀ of order 1, a hundred times what such keys write, S_T of `efla` has a relative error of 4e-5 to 5e-5,
-where `recurrent` has 1e-7; outputs (2e-6) and gradients (4e-6) stay below 1e-5. `chunkwise` does the same inside a chunk
-(3e-5 at T = C = 64), but later chunks erase the error again (3e-7 at T = 200, C = 64).
+where `recurrent` has 1e-7; outputs (2e-6) and gradients (4e-6) stay below 1e-5. `chunkwise` does the same inside a
+chunk (3e-5 at T = C = 64), but later chunks erase the error again (3e-7 at T = 200, C = 64).
 """
 
 import jax
