@@ -10,6 +10,7 @@ import oracle
 import pytest
 import regimes
 from budgets import BUDGETS, assert_close
+from jax.sharding import PartitionSpec as P
 
 from eflax import cells
 
@@ -94,6 +95,49 @@ def test_second_call_compiles_nothing(case_name, form):
         events.clear()
         run(twice[1])
         assert not compilations(), run
+
+
+def one_device(f):
+    """Inside of shard_map."""
+    return jax.shard_map(f, mesh=jax.make_mesh((1,), ("d",)), in_specs=P(), out_specs=P())
+
+
+@pytest.mark.parametrize("case_name", oracle.DEFAULTS)
+def test_one_argument_known_and_the_rest_traced(case_name):
+    """As where a decay is a constant of the model. A wrong constant is still refused."""
+    inputs, _, _ = harness.problem(case_name, "random", SHAPE)
+    for name in oracle.CASES[case_name].arguments:
+        traced = {other: x for other, x in inputs.items() if other != name}
+
+        def loss(traced, known):
+            o, _ = harness.call(case_name, traced | known, form="recurrent")
+            return o.sum()
+
+        for transform in (one_device, jax.grad, lambda f: jax.grad(jax.checkpoint(f))):
+            jax.eval_shape(transform(partial(loss, known={name: inputs[name]})), traced)
+        if name in ("g", "A"):
+            with pytest.raises(ValueError, match=f"^{name} has the value"):
+                jax.eval_shape(partial(loss, known={name: 1 - inputs[name]}), traced)
+
+
+@pytest.mark.parametrize("case_name", oracle.DEFAULTS)
+def test_a_scan_of_steps_equals_the_whole(case_name):
+    """With the last argument a constant of the loop: A of the selective SSM, the decay of the gated cells."""
+    inputs, _, _ = harness.problem(case_name, "random", SHAPE)
+    cell = harness.cell_of(case_name)
+    constant = "A" if "A" in inputs else cell.arguments[-1]
+    if constant != "A":
+        inputs[constant] = jnp.broadcast_to(inputs[constant][:, :1], inputs[constant].shape)
+    known = inputs["A"] if constant == "A" else inputs[constant][:, 0]
+    tokens = {n: jnp.moveaxis(inputs[n], 1, 0) for n in cell.arguments if n != constant}
+
+    def step(state, token):
+        return cell.step(state, *((token | {constant: known})[name] for name in cell.arguments))
+
+    state, outputs = jax.lax.scan(step, inputs["initial_state"], tokens)
+    expected, final = harness.forward(case_name, "recurrent")(inputs)
+    assert_close(jnp.moveaxis(outputs, 0, 1), np.asarray(expected), FORWARD)
+    assert_close(state, oracle.as_float64(final), FORWARD)
 
 
 @pytest.mark.parametrize("case_name", oracle.DEFAULTS)

@@ -4,6 +4,7 @@ from numbers import Integral
 from typing import Any
 
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
 from jax.core import Tracer
 
@@ -61,13 +62,21 @@ class Axes:
         self.bind_shape("segment_ids", segment_ids.shape, "B T")
 
 
+def known_values(x: Array) -> np.ndarray | None:
+    """The values of x as NumPy's; None where there are none, or where they are traced or on other hosts.
+
+    NumPy's, because what JAX computes inside of a trace is traced, even from an array whose values are known.
+    """
+    if isinstance(x, Tracer) or x.size == 0 or not getattr(x, "is_fully_addressable", True):
+        return None
+    return np.asarray(x)
+
+
 def check_not_positive(name: str, x: Array, meaning: str) -> None:
-    """Raise if a concrete array has an entry above 0. Under jit values are unknown and nothing is checked."""
-    if isinstance(x, Tracer) or x.size == 0:
-        return
-    top = jnp.max(x)
-    if top > 0:  # NaN compares false: NaN in, NaN out
-        raise ValueError(f"{name} has the value {float(top):g} > 0; {meaning}")
+    """Raise if a known array has an entry above 0. Under jit values are unknown and nothing is checked."""
+    values = known_values(x)
+    if values is not None and (top := float(np.max(values))) > 0:  # NaN compares false: NaN in, NaN out
+        raise ValueError(f"{name} has the value {top:g} > 0; {meaning}")
 
 
 def check_scale(scale: Any) -> None:
