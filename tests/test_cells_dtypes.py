@@ -78,6 +78,39 @@ def test_decode_equals_prefill_in_low_precision(case_name, dtype_name):
     assert_close(whole, oracle.as_float64(state), 1e-3)
 
 
+@pytest.mark.parametrize("dtypes", [("bfloat16", "float32"), ("float32", "float64"), ("float64", "float32")])
+def test_the_pair_of_states_keeps_the_finer_dtype(float64, dtypes):
+    inputs, _, _ = harness.problem("linear_attention")
+    S, z = (jnp.ones_like(s, dtype) for s, dtype in zip(inputs["initial_state"], dtypes, strict=True))
+    z += jnp.finfo(dtypes[1]).eps.astype(z.dtype)  # lost in any coarser dtype
+    inputs |= {"k": 0 * inputs["k"], "initial_state": (S, z)}
+    token = [inputs[name][:, 0] for name in "qkv"]
+    _, after_call = harness.call("linear_attention", inputs, form="recurrent")
+    after_step, _ = cells.linear_attention.step((S, z), *token)
+    for state in (after_call, after_step):
+        assert {str(x.dtype) for x in state} == {"float64" if "float64" in dtypes else "float32"}
+        np.testing.assert_array_equal(state[1], z)
+    assert cells.linear_attention.read((S, z), token[0]).dtype == after_step[0].dtype
+
+
+@pytest.mark.parametrize("case_name", oracle.DEFAULTS)
+def test_float64_of_numpy_is_float32_without_x64(without_shape_checks, case_name):
+    inputs, _, _ = harness.problem(case_name)
+    cell, query = harness.cell_of(case_name), "q" if harness.has_scale(case_name) else "C"
+
+    def call_step_and_read(inputs):
+        tokens = [inputs[name] if name == "A" else inputs[name][:, 0] for name in cell.arguments]
+        state = inputs["initial_state"]
+        return (
+            harness.call(case_name, inputs, form="recurrent"),
+            cell.step(state, *tokens),
+            cell.read(state, inputs[query][:, 0]),
+        )
+
+    wide = jax.tree.map(lambda x: np.asarray(x, np.float64), inputs)
+    jax.tree.map(np.testing.assert_array_equal, call_step_and_read(wide), call_step_and_read(inputs))
+
+
 @pytest.mark.parametrize("dtype_name", ["bfloat16", "float16"])
 @pytest.mark.parametrize("form", cells.CELLS["linear_attention"].forms)
 def test_state_beyond_the_range_of_float16(form, dtype_name):

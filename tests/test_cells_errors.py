@@ -115,6 +115,12 @@ def test_segment_ids(case_name):
     ids = np.zeros((2, 37), np.int32)
     for wrong in (ids[:1], ids[:, :-1], ids[0], ids[..., None], ids.astype(np.float32)):
         refuse(case_name, named("segment_ids"), segment_ids=jnp.asarray(wrong))
+    for wrong in (np.int64(2**32), np.int64(-(2**31) - 1), np.uint32(2**31)):
+        refuse(
+            case_name,
+            r"^segment_ids has ids from .* int32",
+            segment_ids=np.full_like(ids, wrong, wrong.dtype),
+        )
 
 
 @pytest.mark.parametrize("case_name", oracle.DEFAULTS)
@@ -130,10 +136,50 @@ def test_form_that_the_cell_lacks():
     assert issubclass(cells.UnsupportedForm, ValueError)
 
 
-def test_order_and_variant():
-    for order in (0, -1):
-        refuse("efla", named("order"), ValueError, order=order)
-    refuse("gated_efla", named("variant"), ValueError, variant="decay_last")
+WRONG_OPTIONS = {
+    ("efla", "scale"): (None, "a", {}, object(), True + 1j, [1.0], np.ones(3), np.str_("a")),
+    ("efla", "order"): (0, -1, 2.0, "2", True),
+    ("gated_efla", "variant"): ("decay_last", None, ["published"], jnp.zeros(3)),
+    ("linear_attention", "normalize"): ("no", None, 1, jnp.array(True)),
+    ("linear_attention", "eps"): ("a", None, float("nan"), float("inf"), -1.0, jnp.float32(1e-6)),
+}
+
+
+@pytest.mark.parametrize(
+    ("case_name", "option", "value"),
+    [
+        pytest.param(*of, value, id=f"{of[1]}-{value}")
+        for of, values in WRONG_OPTIONS.items()
+        for value in values
+    ],
+)
+def test_option(case_name, option, value):
+    """By the call, by `step`, and by `read` where it has the option."""
+    match, cell = rf"^{option}( is |=)", harness.cell_of(case_name)
+    refuse(case_name, match, ValueError, **{option: value})
+    inputs, _, _ = harness.problem(case_name)
+    tokens = [inputs[name][:, 0] for name in cell.arguments]
+    with pytest.raises(ValueError, match=match):
+        cell.step(inputs["initial_state"], *tokens, **{option: value})
+    if option not in ("order", "variant"):
+        with pytest.raises(ValueError, match=match):
+            cell.read(inputs["initial_state"], tokens[0], **{option: value})
+
+
+@pytest.mark.parametrize("number", [np.int64, np.float32, jnp.float32, jnp.bfloat16])
+def test_numbers_of_numpy_and_jax_serve(number):
+    inputs, _, _ = harness.problem("efla")
+    integer = np.int64(2)
+    o, _ = harness.call(
+        "efla", inputs, form="chunkwise", scale=number(2), order=integer, chunk_size=8 * integer
+    )
+    expected, _ = harness.call("efla", inputs, form="chunkwise", scale=2.0, order=2, chunk_size=16)
+    np.testing.assert_array_equal(o, expected)
+
+
+@pytest.mark.parametrize("name", cells.CELLS)
+def test_a_cell_shows_how_it_is_called(name):
+    assert repr(cells.CELLS[name]) == f"eflax.cells.{name}({', '.join(cells.CELLS[name].arguments)})"
 
 
 def test_errors_come_under_jit_too():

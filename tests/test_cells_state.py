@@ -173,3 +173,14 @@ def test_a_log_decay_of_minus_infinity_forgets_everything(form):
     assert o is not None
     expected = 2.0 * np.array([*range(1, 10), *range(1, 12)])
     np.testing.assert_allclose(o[0, :, 0, 0], expected, rtol=1e-6)
+
+
+@pytest.mark.parametrize("form", cells.selective_ssm.forms)
+def test_a_rate_of_minus_infinity_keeps_one_token(form):
+    """Also where a chunk is padded, with dt = 0."""
+    x = jnp.ones((1, 20, 2))
+    A = jnp.asarray([[-jnp.inf], [0.0]])
+    y, state = cells.selective_ssm(x, x, A, x[..., :1], x[..., :1], form=form, chunk_size=8)
+    assert y is not None
+    np.testing.assert_allclose(y[0, :, 0], np.ones(20), rtol=1e-6)
+    np.testing.assert_allclose(state[0, :, 0], [1, 20], rtol=1e-6)

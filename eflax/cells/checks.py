@@ -8,6 +8,7 @@ import numpy as np
 from jax import Array
 from jax.core import Tracer
 
+INT32_MAX = 2**31 - 1
 FLOATS = (jnp.bfloat16, jnp.float16, jnp.float32, jnp.float64)
 
 
@@ -60,6 +61,12 @@ class Axes:
                 f"segment_ids has dtype {segment_ids.dtype}; it needs integers, one document id a token"
             )
         self.bind_shape("segment_ids", segment_ids.shape, "B T")
+        if jnp.iinfo(segment_ids.dtype).max > INT32_MAX and (ids := known_values(segment_ids)) is not None:
+            low, high = int(ids.min()), int(ids.max())
+            if low < -INT32_MAX - 1 or high > INT32_MAX:
+                raise ValueError(
+                    f"segment_ids has ids from {low} to {high}; number the documents within int32"
+                )
 
 
 def known_values(x: Array) -> np.ndarray | None:
@@ -81,7 +88,13 @@ def check_not_positive(name: str, x: Array, meaning: str) -> None:
 
 def check_scale(scale: Any) -> None:
     """Raise unless scale is a real number or an array without axes."""
-    if scale is None or jnp.ndim(scale) != 0 or jnp.iscomplexobj(scale):
+    dtype = getattr(scale, "dtype", None)
+    if dtype is None:
+        fits = isinstance(scale, int | float)
+    else:
+        real = jnp.issubdtype(dtype, jnp.floating) or jnp.issubdtype(dtype, jnp.integer)
+        fits = real and jnp.shape(scale) == ()
+    if not fits:
         raise ValueError(f"scale is {scale!r}; it needs one real number for all heads (1.0 by default)")
 
 

@@ -50,7 +50,6 @@ class EFLA(RankOneCell[shapes.States]):
         order: int | None = None,
     ) -> tuple[shapes.Values | None, shapes.States]:
         """Outputs o [B, T, HV, V] in v's dtype, final state [B, HV, K, V]. Arguments: see `eflax.cells`."""
-        _check_order(order)
         return self._evaluate(
             q, k, v, (beta,), scale, initial_state, segment_ids, form, chunk_size, order=order
         )
@@ -67,13 +66,12 @@ class EFLA(RankOneCell[shapes.States]):
         order: int | None = None,
     ) -> tuple[shapes.States, shapes.TokenValue]:
         """One token: the new state and o_t [B, HV, V] in v's dtype."""
-        _check_order(order)
         return self._step(state, q_t, k_t, v_t, (beta_t,), scale, order=order)
 
-
-def _check_order(order: int | None) -> None:
-    if order is not None:
-        check_count("order", order)
+    def _check_options(self, scale, *, order=None) -> None:
+        super()._check_options(scale)
+        if order is not None:
+            check_count("order", order)
 
 
 efla = EFLA()

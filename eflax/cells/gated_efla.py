@@ -48,10 +48,6 @@ class GatedEFLA(RankOneCell[shapes.States]):
             case "decay_first":
                 erase = decay_integral(beta, norm)
                 return Coefficients(erase, write=erase, log_decay=g)
-            case _:
-                raise ValueError(
-                    f"variant={variant!r} is unknown; it is one of {', '.join(get_args(Variant))}"
-                )
         erase, write = decay_integral(erasing, norm), beta * exponential_moment(rate + erasing * norm)
         return Coefficients(erase, write, log_decay)
 
@@ -89,6 +85,11 @@ class GatedEFLA(RankOneCell[shapes.States]):
     ) -> tuple[shapes.States, shapes.TokenValue]:
         """One token: the new state and o_t [B, HV, V] in v's dtype."""
         return self._step(state, q_t, k_t, v_t, (beta_t, g_t), scale, variant=variant)
+
+    def _check_options(self, scale, *, variant="published") -> None:
+        super()._check_options(scale)
+        if not isinstance(variant, str) or variant not in get_args(Variant):
+            raise ValueError(f"variant={variant!r} is unknown; it is one of {', '.join(get_args(Variant))}")
 
 
 gated_efla = GatedEFLA()

@@ -1,12 +1,17 @@
 """Linear attention (Katharopoulos et al. 2020, arXiv 2006.16236)."""
 
+import math
+from numbers import Real
+
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
 from jaxtyping import Float
 
 from eflax.cells import shapes
 from eflax.cells.checks import Axes
 from eflax.cells.forms import Coefficients
+from eflax.cells.numerics import state_dtype
 from eflax.cells.rank_one import RankOneCell
 
 State = tuple[shapes.States, shapes.Normalisers]
@@ -76,8 +81,8 @@ class LinearAttention(RankOneCell[State]):
         axes.bind(f"{name}[1]", state[1], "B HV K")
 
     def _to_matrix(self, state: State) -> Array:
-        matrix, normaliser = state
-        return jnp.concatenate([matrix, normaliser.astype(matrix.dtype)[..., None]], axis=-1)
+        matrix, normaliser = (x.astype(state_dtype(*state)) for x in state)
+        return jnp.concatenate([matrix, normaliser[..., None]], axis=-1)
 
     def _from_matrix(self, matrix: Array) -> State:
         return matrix[..., :-1], matrix[..., -1]
@@ -86,7 +91,14 @@ class LinearAttention(RankOneCell[State]):
         return jnp.concatenate([v, jnp.ones((*v.shape[:-1], 1), v.dtype)], axis=-1)
 
     def _answer(self, o: Array, normalize: bool = True, eps: float = 1e-6, **options) -> Array:
-        return o[..., :-1] / (o[..., -1:] + eps) if normalize else o[..., :-1]
+        return o[..., :-1] / (o[..., -1:] + float(eps)) if normalize else o[..., :-1]
+
+    def _check_options(self, scale, *, normalize=True, eps=1e-6) -> None:
+        super()._check_options(scale)
+        if not isinstance(normalize, bool | np.bool_):
+            raise ValueError(f"normalize is {normalize!r}; it needs True or False")
+        if not isinstance(eps, Real) or not 0 <= eps < math.inf:
+            raise ValueError(f"eps is {eps!r}; it needs a number of at least 0, and not an array")
 
 
 linear_attention = LinearAttention()

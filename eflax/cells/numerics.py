@@ -18,6 +18,11 @@ def state_dtype(*arrays: Array | None) -> jnp.dtype:
     return jnp.dtype(jnp.float64 if wide else jnp.float32)
 
 
+def on_device(*arrays):
+    """The arrays, or trees of arrays, as JAX's: NumPy's float64 becomes float32 where JAX has no 64-bit types."""
+    return jax.tree.map(jnp.asarray, arrays)
+
+
 def vary_like(state: Array, *arrays: Array | None) -> Array:
     """The state, marked as varying over every mesh axis that an input varies over.
 

@@ -11,7 +11,7 @@ from jax.typing import DTypeLike
 
 from eflax.cells import checks, shapes
 from eflax.cells.forms import EDIT_FORMS, Coefficients, Edits, edit_state, read_state, restarts
-from eflax.cells.numerics import matmul_precision, state_dtype, vary_like
+from eflax.cells.numerics import matmul_precision, on_device, state_dtype, vary_like
 
 DECAY = "g is a log-decay and must be <= 0, so that e^g is in (0, 1]"
 
@@ -33,6 +33,9 @@ class RankOneCell[State]:
         """The names of the array arguments, in order."""
         return ("q", "k", "v", *self.gates)
 
+    def __repr__(self) -> str:
+        return f"eflax.cells.{self.name}({', '.join(self.arguments)})"
+
     def init_state(
         self, batch_size: int, num_heads: int, key_dim: int, value_dim: int, dtype: DTypeLike = jnp.float32
     ) -> State:
@@ -41,7 +44,7 @@ class RankOneCell[State]:
         return self._from_matrix(jnp.zeros((batch_size, num_heads, key_dim, columns), dtype))
 
     def read(self, state: State, q_t: shapes.TokenQuery, scale: shapes.Scale = 1.0) -> shapes.TokenValue:
-        """The read-out Sᵀ (scale · q) of one token, in the state's dtype. [B, HV, K, V], [B, H, K] → [B, HV, V]."""
+        """The read-out Sᵀ (scale · q) of one token in float32 or float64. [B, HV, K, V], [B, H, K] → [B, HV, V]."""
         return self._read(state, q_t, scale)
 
     # What a cell that stores or reads more than the matrix S overrides (linear attention: its normaliser).
@@ -62,6 +65,10 @@ class RankOneCell[State]:
         del options
         return o
 
+    def _check_options(self, scale) -> None:
+        """Takes scale and the cell's own options, as given by the caller or absent."""
+        checks.check_scale(scale)
+
     # The three entry points behind the subclasses' signatures.
 
     def _evaluate(self, q, k, v, gates, scale, initial_state, segment_ids, form, chunk_size, **options):
@@ -71,7 +78,7 @@ class RankOneCell[State]:
         if initial_state is not None:
             self._check_state(axes, "initial_state", initial_state)
         checks.check_count("chunk_size", chunk_size)
-        checks.check_scale(scale)
+        self._check_options(scale, **options)
         form = checks.choose_form(self.name, form, self.forms, axes.size["T"])
         options = tuple(options.items())
         return _run(self, q, k, v, gates, scale, initial_state, segment_ids, form, chunk_size, options)
@@ -79,6 +86,8 @@ class RankOneCell[State]:
     def _step(self, state, q_t, k_t, v_t, gates_t, scale, **options):
         axes = self._check_inputs(q_t, k_t, v_t, gates_t, "B", "_t")
         self._check_state(axes, "state", state)
+        self._check_options(scale, **options)
+        state, q_t, k_t, v_t, gates_t = on_device(state, q_t, k_t, v_t, gates_t)
         matrix = self._to_matrix(state)
         dtype = state_dtype(q_t, k_t, v_t, *gates_t, matrix)
         edit = _edits(self, None, k_t, v_t, gates_t, scale, None, dtype, options)
@@ -90,9 +99,12 @@ class RankOneCell[State]:
         self._check_state(axes, "state", state)
         axes.bind("q_t", q_t, "B H K")
         axes.group_heads()
+        self._check_options(scale, **options)
+        state, q_t = on_device(state, q_t)
         matrix = self._to_matrix(state)
-        q_t = _share_heads(q_t.astype(matrix.dtype) * _scalar(scale, matrix.dtype), axes.size["HV"])
-        return self._answer(read_state(matrix, q_t, lax.Precision.HIGHEST), **options)
+        dtype = state_dtype(q_t, matrix)
+        q_t = _share_heads(q_t.astype(dtype) * _scalar(scale, dtype), axes.size["HV"])
+        return self._answer(read_state(matrix.astype(dtype), q_t, lax.Precision.HIGHEST), **options)
 
     def _check_inputs(self, q, k, v, gates, leading: str, suffix: str) -> checks.Axes:
         axes = checks.Axes()

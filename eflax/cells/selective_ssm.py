@@ -10,7 +10,7 @@ from jaxtyping import Bool, Float
 
 from eflax.cells import affine, checks, shapes
 from eflax.cells.forms import restarts
-from eflax.cells.numerics import state_dtype, vary_like
+from eflax.cells.numerics import on_device, state_dtype, vary_like
 
 Channels = Float[Array, "B T D"]
 Projections = Float[Array, "B T N"]
@@ -28,6 +28,7 @@ class Tokens(NamedTuple):
 
     def maps(self, A: Float[Array, "D N"]) -> affine.Diagonal:
         """Each token's map on the state, with each channel's N entries as a K × 1 matrix."""
+        A = jnp.maximum(A, jnp.finfo(A.dtype).min)  # A = −∞ and dt = 0, as in padding, are no decay, not NaN
         ones = (1,) * (self.dt.ndim - 1)
         decay = jnp.exp(self.dt[..., None] * A.reshape(*ones, *A.shape))
         if self.restart is not None:
@@ -45,6 +46,9 @@ class SelectiveSSM:
     name = "selective_ssm"
     arguments = ("x", "dt", "A", "B", "C")
     forms = ("recurrent", "associative", "chunkwise")
+
+    def __repr__(self) -> str:
+        return f"eflax.cells.{self.name}({', '.join(self.arguments)})"
 
     def __call__(
         self,
@@ -89,17 +93,20 @@ class SelectiveSSM:
         axes.bind("dt_t", dt_t, "B D")
         _check_projections(axes, A, B_t, C_t, "B", "_t")
         axes.bind("state", state, "B D N")
+        state, x_t, dt_t, A, B_t, C_t = on_device(state, x_t, dt_t, A, B_t, C_t)
         dtype = state_dtype(x_t, dt_t, A, B_t, C_t, state)
         token = Tokens(x_t.astype(dtype), dt_t.astype(dtype), B_t.astype(dtype), C=None, restart=None)
         state = _advance(state.astype(dtype), token, A.astype(dtype))
         return state, self.read(state, C_t).astype(x_t.dtype)
 
     def read(self, state: State, C_t: Float[Array, "B N"]) -> Float[Array, "B D"]:
-        """The read-out h C of one token, in the state's dtype. [B, D, N], [B, N] → [B, D]."""
+        """The read-out h C of one token in float32 or float64. [B, D, N], [B, N] → [B, D]."""
         axes = checks.Axes()
         axes.bind("state", state, "B D N")
         axes.bind("C_t", C_t, "B N")
-        return _read(state, C_t.astype(state.dtype))
+        state, C_t = on_device(state, C_t)
+        dtype = state_dtype(state, C_t)
+        return _read(state.astype(dtype), C_t.astype(dtype))
 
     def init_state(
         self, batch_size: int, width: int, state_dim: int, dtype: jnp.dtype = jnp.float32
