@@ -25,9 +25,7 @@ coefficients and decay sums are float32, or float64 where any input is (which JA
 - `scale` multiplies q. It is 1 by default (flash-linear-attention's default is K^−½).
 - `initial_state`: zeros if None. It belongs to the document of the first token.
 - `segment_ids` [B, T]: integers that mark packed documents; the state restarts wherever the id changes, and no output
-  or gradient passes a boundary. (Of finite numbers: a document that holds or overflows to NaN or infinity stays alone
-  in the recurrent form only; the others multiply it by zero, which is NaN.) `final_state` is the state after the last
-  token.
+  or gradient passes a boundary. (Of finite numbers: see below.) `final_state` is the state after the last token.
 - `form`: how to evaluate; all forms agree to rounding. None picks: one by one below 8 tokens, in chunks above.
 
   | form | how | work | memory of the backward pass |
@@ -39,6 +37,11 @@ coefficients and decay sums are float32, or float64 where any input is (which JA
 - `chunk_size` C of the chunkwise form: changes cost, not results.
 - `q = None` reads nothing out: o is None and only the final state is computed. A last read-out is then
   `cell.read(final_state, q_last)`.
+
+**NaN and infinity** are never hidden: a token that holds one, or overflows, passes it on to the outputs after it. All
+forms but `recurrent` also carry it past the end of its document, as zero times NaN is NaN; and those that mask a matrix
+of tokens carry it to *earlier* outputs: `chunkwise` to those of its chunk, `parallel` to all of its sequence.
+(`selective_ssm` has no such matrix.)
 
 **Errors.** ValueError or TypeError naming the argument, before anything runs: ranks, sizes, head counts, dtypes,
 g > 0 (where its values are known: not under jit), an unknown variant. `UnsupportedForm`, a ValueError, where a form
