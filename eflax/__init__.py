@@ -4,4 +4,13 @@
 `eflax.models` what is built of the layers.
 """
 
+from importlib import import_module
+
 __version__ = "0.1.0"
+
+
+def __getattr__(name: str):
+    """Import `cells`, `layers` and `models` where they are first used, so that each costs only what it needs."""
+    if name in ("cells", "layers", "models"):
+        return import_module(f"eflax.{name}")
+    raise AttributeError(f"module 'eflax' has no attribute {name!r}")
