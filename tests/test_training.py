@@ -109,6 +109,14 @@ def test_resume_of_a_finished_run_changes_nothing(tmp_path):
     jax.tree.map(np.testing.assert_array_equal, jax.tree.leaves(first), jax.tree.leaves(again))
 
 
+def test_resume_without_the_metrics_of_the_checkpoint_is_refused(tmp_path):
+    train(tmp_path / "run")
+    log = tmp_path / "run" / "metrics.jsonl"
+    log.write_text("".join(log.read_text().splitlines(keepends=True)[3:]))
+    with pytest.raises(RunFolderError, match="the loss of 9 steps of tiny, whose checkpoint is of step 12"):
+        train(tmp_path / "run", resume=True)
+
+
 @pytest.mark.parametrize("poison", ["loss", "grad_norm"])
 def test_divergence_stops_with_the_last_good_checkpoint(tmp_path, poison):
     def wrapper(step):
@@ -246,6 +254,12 @@ def test_damaged_checkpoint_is_refused(saved, damage):
     time.sleep(0.5)  # for the complaints to come in this test
 
 
+def test_a_file_where_checkpoints_should_be_is_refused(tmp_path):
+    (tmp_path / "tiny").touch()
+    with pytest.raises(CheckpointError, match="tiny is a file and must be a folder"):
+        Checkpoints(tmp_path / "tiny").latest_step()
+
+
 def test_foreign_checkpoint_is_refused(saved, tmp_path):
     for template, message in [
         ({**STATE, "a": jnp.zeros(4001)}, r"a is float32\[4000\] there and float32\[4001\] here"),
@@ -274,13 +288,14 @@ def test_folder_in_use_or_holding_a_run_is_refused(tmp_path):
         for resume in (False, True):
             with pytest.raises(RunFolderError, match=f"in use by process {os.getpid()}"):
                 RunFolder(out, {"a": 1}, resume)
-    with pytest.raises(RunFolderError, match=f"holds a run; continue it with --resume {out}"):
+    with pytest.raises(RunFolderError, match=f"holds a run; give another --out, or --resume {out}"):
         RunFolder(out, {"a": 1})
     RunFolder(out, {"a": 1}, resume=True).close()
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "thesis.tex").touch()
     with pytest.raises(RunFolderError, match=r"not empty \(thesis.tex\)"):
         RunFolder(tmp_path / "other", {})
+    assert [path.name for path in (tmp_path / "other").iterdir()] == ["thesis.tex"]
 
 
 def test_folder_that_holds_no_run_cannot_be_resumed(tmp_path):
@@ -294,9 +309,14 @@ def test_folder_that_holds_no_run_cannot_be_resumed(tmp_path):
     (tmp_path / "config.json").write_text('{"config": [1]}')
     with pytest.raises(RunFolderError, match=r"config.json: 'config' is \[1\] and must be a JSON object"):
         RunFolder(tmp_path, {}, resume=True)
+    (tmp_path / "config.json").write_text('{"config": ' + "[" * 100_000)
+    with pytest.raises(RunFolderError, match=r"damaged or was not written by eflax \(RecursionError"):
+        RunFolder(tmp_path, {}, resume=True)
     (tmp_path / "file").touch()
     with pytest.raises(RunFolderError, match="cannot write there"):
         RunFolder(tmp_path / "file" / "run", {})
+    with pytest.raises(RunFolderError, match="cannot write there"):
+        RunFolder(tmp_path / "null\0byte", {})
 
 
 def test_a_folder_left_before_its_config_was_written_can_be_used(tmp_path):
@@ -338,6 +358,7 @@ def test_metrics_survive_a_cut_line_but_not_a_foreign_one(tmp_path):
     ("line", "fault"),
     [
         ('[1, "a"]', "not a JSON object"),
+        ("[" * 100_000, "not a JSON object"),
         ('{"run": "a"}', "'step' is missing and must be a whole number"),
         ('{"run": "a", "step": "2"}', "'step' is '2' and must be a whole number"),
         ('{"run": ["a"], "step": 2}', r"'run' is \['a'\] and must be text"),

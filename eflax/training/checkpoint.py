@@ -45,8 +45,16 @@ class Checkpoints:
         return self._opened
 
     def latest_step(self) -> int | None:
-        """Return the step of the newest complete checkpoint, None where there is none."""
-        return self._manager.latest_step() if self.folder.is_dir() else None
+        """Return the step of the newest complete checkpoint, None where there is none.
+
+        Raises:
+            CheckpointError: the folder is a file.
+        """
+        if not self.folder.exists():
+            return None
+        if not self.folder.is_dir():
+            raise CheckpointError(f"{self.folder} is a file and must be a folder of checkpoints; remove it")
+        return self._manager.latest_step()
 
     def save(self, step: int, state: PyTree, **extra: Any) -> None:
         """Write `state`, a tree of arrays, and `extra`, which JSON can hold; returns when it is on disk.

@@ -12,7 +12,7 @@ from jaxtyping import PyTree
 from eflax.progress import Progress
 from eflax.training.checkpoint import Checkpoints
 from eflax.training.interrupt import StopRequest
-from eflax.training.run_folder import Record, RunFolder
+from eflax.training.run_folder import WAY_OUT, Record, RunFolder, RunFolderError
 from eflax.training.step import Metrics, TrainState, TrainStep
 
 
@@ -58,6 +58,7 @@ class Trainer:
             Interrupted: `stop` was requested; a checkpoint was written.
             Diverged: a loss or gradient norm was NaN or infinite.
             CheckpointError: the newest checkpoint cannot be used.
+            RunFolderError: metrics.jsonl lacks steps that the newest checkpoint has behind it.
         """
         checkpoints = Checkpoints(self.folder.path / "checkpoints" / name)
         try:
@@ -68,12 +69,22 @@ class Trainer:
             else:
                 state, meta = checkpoints.restore(state)
                 batches.set_state(meta["batches"])
+                self._check_history(name, step)
             if step < self.steps:
                 self.folder.keep(lambda record: record.get("run") != name or record["step"] <= step)
                 state = self._advance(name, step, state, train_step, batches, checkpoints)
             return state
         finally:
             checkpoints.close()
+
+    def _check_history(self, name: str, step: int) -> None:
+        records = [record for record in self.folder.records() if record.get("run") == name]
+        logged = [record["step"] for record in records if "loss" in record and record["step"] <= step]
+        if logged != list(range(1, step + 1)):
+            raise RunFolderError(
+                f"{self.folder.path}: metrics.jsonl has the loss of {len(logged)} steps of {name}, whose "
+                f"checkpoint is of step {step}; {WAY_OUT}"
+            )
 
     def _advance(
         self,

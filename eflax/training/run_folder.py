@@ -58,12 +58,17 @@ class RunFolder:
     ) -> None:
         self.path, self._layouts = path, layouts
         self._log = path / METRICS
+        if not resume:
+            _refuse_foreign(path)
         self._lock = _hold(path, resume)
         try:
-            _check_use(path, resume)
             if resume:
                 compare_configs(read_config(path), json.loads(json.dumps(config)))
                 self.keep(lambda record: True)  # cut off the line that a killed process left unfinished
+            elif (path / CONFIG).exists():
+                raise RunFolderError(
+                    f"--out {path} holds a run; give another --out, or --resume {path} where the command has it"
+                )
             else:
                 write_atomically(path / CONFIG, (json.dumps(_describe_run(config), indent=2) + "\n").encode())
         except BaseException:
@@ -98,7 +103,7 @@ class RunFolder:
         for number, line in enumerate(lines[:-1], start=1):  # what follows the last newline is unfinished
             try:
                 record = json.loads(line)
-            except ValueError:
+            except (ValueError, RecursionError):
                 record = None
             if fault := _fault(record, line, self._layouts):
                 raise RunFolderError(f"{self._log}, line {number}: {fault}; {WAY_OUT}")
@@ -133,7 +138,7 @@ def read_config(path: Path) -> dict[str, Any]:
         )
     try:
         config = json.loads(file.read_text())["config"]
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise RunFolderError(
             f"{file} is damaged or was not written by eflax ({error!r}); {WAY_OUT}"
         ) from error
@@ -171,7 +176,7 @@ def _hold(path: Path, resume: bool) -> int:
     try:
         path.mkdir(parents=True, exist_ok=True)
         handle = os.open(path / LOCK, os.O_RDWR | os.O_CREAT, 0o644)
-    except OSError as error:
+    except (OSError, ValueError) as error:
         raise RunFolderError(f"--out {path}: cannot write there ({error})") from error
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -186,13 +191,10 @@ def _hold(path: Path, resume: bool) -> int:
     return handle
 
 
-def _check_use(path: Path, resume: bool) -> None:
-    if resume:
+def _refuse_foreign(path: Path) -> None:
+    """Raise if a folder without a run holds other files; before the lock, so that nothing is added to them."""
+    if (path / CONFIG).exists() or not path.is_dir():
         return
-    if (path / CONFIG).exists():
-        raise RunFolderError(
-            f"--out {path} holds a run; continue it with --resume {path}, or give another --out"
-        )
     foreign = [
         entry.name for entry in path.iterdir() if entry.name != LOCK and not entry.name.endswith(".part")
     ]
