@@ -8,7 +8,7 @@ import statistics
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
@@ -23,7 +23,7 @@ from tyro.conf import arg
 from eflax.cells import CELLS
 from eflax.evaluation.agreement import BUDGETS, worst_error
 from eflax.progress import Progress
-from eflax.training import RunFolder, RunFolderError
+from eflax.training import Interrupted, RunFolder, RunFolderError, StopRequest
 from experiments.throughput_inputs import Shape, loss_function, make_inputs, parse_shape, reference_function
 from experiments.throughput_peers import peer_results
 
@@ -45,13 +45,13 @@ class Flags:
     """
 
     # Cells to time: names of eflax.cells.CELLS.
-    cell: tuple[str, ...] = ("efla",)
+    cell: Annotated[tuple[str, ...], arg(metavar="NAME ...")] = ("efla",)
 
     # Forms to time; by default all that a cell has.
-    form: tuple[str, ...] = ()
+    form: Annotated[tuple[str, ...], arg(metavar="FORM ...", help_behavior_hint="")] = ()
 
     # BxTxHxK or BxTxHxKxV (for selective_ssm H·V channels with K state entries); by default by platform.
-    shape: tuple[str, ...] = ()
+    shape: Annotated[tuple[str, ...], arg(metavar="SHAPE ...", help_behavior_hint="")] = ()
 
     # What is timed: outputs, gradients of a loss on the outputs, or gradients of a loss on the final state alone.
     task: tuple[Task, ...] = ("forward", "gradient", "state-gradient")
@@ -65,8 +65,8 @@ class Flags:
     # Timed repetitions after one warm-up; the median counts.
     repeats: int = 5
 
-    # Combinations that need more temporary memory than this (GB) are listed, not run.
-    memory_limit: float = 8.0
+    # Combinations that need more temporary memory than this (GB) are listed, not run; the default is for this platform.
+    memory_limit: float = field(default_factory=lambda: 2.0 if jax.default_backend() == "cpu" else 8.0)
 
     # Time the peers that are installed, too.
     peers: bool = True
@@ -95,7 +95,7 @@ class Row:
 
 
 def main(args: Sequence[str] | None = None) -> int:
-    """Run the benchmark; returns 1 if any numeric check failed, 2 for unusable flags."""
+    """Run the benchmark; returns 1 if any numeric check failed, 2 for unusable flags, 128 + signal when stopped."""
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # peers need memory of the same GPU
     flags = tyro.cli(Flags, args=args, prog="python -m experiments.throughput")
     out = flags.out or Path("runs") / time.strftime("throughput-%Y%m%d-%H%M%S")
@@ -104,21 +104,36 @@ def main(args: Sequence[str] | None = None) -> int:
     )  # a file takes the whole table
     try:
         shapes = plan_shapes(flags)
-        with RunFolder(out, asdict(flags) | {"out": str(out)}) as folder:
-            rows = []
+        config = {"experiment": "throughput", **asdict(flags), "out": str(out)}
+        with RunFolder(out, config) as folder:
             forms = sum(len(flags.form or CELLS[name].forms) for name in flags.cell)
-            with Progress("measure", forms * len(shapes) * len(flags.task), unit="row") as progress:
-                for row in measurements(flags, shapes):
-                    rows.append(row)
-                    folder.append([asdict(row)])
-                    folder.write_table("throughput.csv", [asdict(row) for row in rows])
-                    progress.advance(row.form in CELLS[row.cell].forms)  # peers come on top
+            total = forms * len(shapes) * len(flags.task)
+            console.print(f"Rows: {total}; results in {out}")
+            rows, stopped = collect(flags, shapes, total, folder)
             console.print(render(rows))
             console.print(f"Table and config: {out}")
     except (ValueError, RunFolderError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    return 1 if any(row.note.startswith(WRONG) for row in rows) else 0
+    return stopped or int(any(row.note.startswith(WRONG) for row in rows))
+
+
+def collect(flags: Flags, shapes: list[Shape], total: int, folder: RunFolder) -> tuple[list[Row], int]:
+    """Measure and write the rows; returns them, and the exit code of a stop before the last of them, else 0."""
+    rows = []
+    try:
+        with StopRequest() as stop, Progress("measure", total, unit="row") as progress:
+            for row in measurements(flags, shapes):
+                rows.append(row)
+                folder.append([asdict(row)])
+                folder.write_table("throughput.csv", [asdict(row) for row in rows])
+                progress.advance(row.form in CELLS[row.cell].forms)  # peers come on top
+                stop.check()
+    except Interrupted as interrupted:
+        return rows, interrupted.exit_code
+    except KeyboardInterrupt:  # a second signal acts at once
+        return rows, 130
+    return rows, 0
 
 
 def plan_shapes(flags: Flags) -> list[Shape]:
@@ -135,6 +150,8 @@ def plan_shapes(flags: Flags) -> list[Shape]:
     for name, value in (("chunk-size", flags.chunk_size), ("repeats", flags.repeats)):
         if value < 1:
             raise ValueError(f"--{name} {value}: must be at least 1")
+    if not flags.memory_limit > 0:
+        raise ValueError(f"--memory-limit {flags.memory_limit}: must be positive, in GB")
     if not 0 <= flags.seed <= MAX_SEED:
         raise ValueError(f"--seed {flags.seed}: must not be negative, nor above {MAX_SEED}")
     texts = flags.shape or SHAPES.get(jax.default_backend(), SHAPES["gpu"])

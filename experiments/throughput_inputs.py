@@ -10,8 +10,8 @@ from jax import lax
 from jaxtyping import Array, PyTree
 
 from eflax.cells import CELLS
+from eflax.models.classifier import UNIT_KEYS
 
-UNIT_KEYS = ("delta_rule", "gated_delta_rule")  # raw keys would be unstable in these
 SEGMENT = 256  # tokens between the states that the reference keeps for its backward pass
 
 

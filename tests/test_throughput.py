@@ -1,6 +1,8 @@
 """The throughput benchmark: what it measures is checked first, and what it cannot use it refuses."""
 
 import csv
+import os
+import signal
 
 import jax.numpy as jnp
 import pytest
@@ -59,6 +61,18 @@ def test_what_needs_too_much_memory_is_listed_and_not_run(tmp_path):
     assert row["note"].startswith("not run") and not row["ms"]
 
 
+def test_a_stop_keeps_the_rows_so_far(tmp_path, monkeypatch, capsys):
+    def stopped(name, form, shape, task, *_):
+        os.kill(os.getpid(), signal.SIGINT)
+        return throughput.Row(name, form, str(shape), task, "float32")
+
+    monkeypatch.setattr(throughput, "measure", stopped)
+    code, (row,) = run(tmp_path, "--shape", "1x9x1x4")
+    assert code == 130 and row["form"] == "recurrent"
+    printed = capsys.readouterr().out
+    assert f"Rows: 12; results in {tmp_path / 'run'}" in printed and f"config: {tmp_path / 'run'}" in printed
+
+
 @pytest.mark.parametrize("name", CELLS)
 def test_inputs_exist_for_every_cell(name):
     inputs = throughput_inputs.make_inputs(
@@ -77,6 +91,8 @@ def test_inputs_exist_for_every_cell(name):
         (("--repeats", "0"), "--repeats 0"),
         (("--cell",), "--cell: give at least one of linear_attention, "),
         (("--task",), "--task: give at least one of forward, "),
+        (("--memory-limit", "-1"), "--memory-limit -1.0: must be positive"),
+        (("--memory-limit", "nan"), "--memory-limit nan: must be positive"),
         (("--seed", "-1"), "--seed -1: must not be negative"),
         (("--seed", "4294967296"), "--seed 4294967296"),
     ],
