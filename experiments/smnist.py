@@ -19,6 +19,7 @@ from flax import nnx
 from jaxtyping import Array, Float, PyTree
 from rich.console import Console
 
+from eflax.cells import UnsupportedForm
 from eflax.data import DataError, ImageSet, image_batches, load_images
 from eflax.evaluation import FAMILIES, count_correct
 from eflax.models import SequenceClassifier
@@ -37,8 +38,9 @@ from eflax.training import (
     initial_state,
     make_train_step,
 )
+from eflax.training.run_folder import CONFIG
 from experiments.smnist_config import RECORDS, read_flags, to_config
-from experiments.smnist_flags import KEYS, Arm, FlagError, Flags, Plan, make_plan
+from experiments.smnist_flags import KEYS, Arm, FlagError, Flags, Plan, make_plan, with_absolute_paths
 from experiments.smnist_report import write_report
 
 
@@ -47,22 +49,25 @@ def main(args: Sequence[str] | None = None) -> int:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")  # an ASCII terminal shows "?" for σ, and the run goes on
-    console = Console(highlight=False)
+    # A file takes the tables whole.
+    console = Console(highlight=False, width=None if sys.stdout.isatty() else 132)
     out = Path()
     try:
         flags = parse_flags(args)
         out = flags.resume or flags.out or Path("runs") / time.strftime("smnist-%Y%m%d-%H%M%S")
         return run(flags, out, console)
     except Interrupted as interrupted:
-        told = f"\n{interrupted}; continue with: python -m experiments.smnist --resume {out}"
-        console.print(told, soft_wrap=True)  # one line, to be copied
+        way_on = "no training had begun"
+        if (out / CONFIG).exists():
+            way_on = f"continue with: python -m experiments.smnist --resume {out}"
+        console.print(f"\n{interrupted}; {way_on}", soft_wrap=True)  # one line, to be copied
         return interrupted.exit_code
     except KeyboardInterrupt:  # before the run began, or a second time while it was stopping
         console.print(
             f"\nstopped at once; if {out} holds a run, --resume {out} continues from its last checkpoint"
         )
         return 130
-    except (FlagError, DataError, RunFolderError, CheckpointError) as error:
+    except (FlagError, RunFolderError, CheckpointError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
 
@@ -75,44 +80,58 @@ def parse_flags(args: Sequence[str] | None = None) -> Flags:
         RunFolderError: the folder to resume holds no run, or a damaged one.
     """
     flags = tyro.cli(Flags, args=args, prog="python -m experiments.smnist")
-    if flags.resume is None:
-        return flags
-    if flags.out is not None:
-        raise FlagError(f"--out {flags.out}: a resumed run goes on in its own folder; leave --out out")
-    saved = replace(read_flags(flags.resume), resume=flags.resume)
-    return tyro.cli(Flags, args=args, default=saved, prog="python -m experiments.smnist")
+    if flags.resume is not None:
+        if flags.out is not None:
+            raise FlagError(f"--out {flags.out}: a resumed run goes on in its own folder; leave --out out")
+        saved = replace(read_flags(flags.resume), resume=flags.resume)
+        flags = tyro.cli(Flags, args=args, default=saved, prog="python -m experiments.smnist")
+    return with_absolute_paths(flags)
 
 
 def run(flags: Flags, out: Path, console: Console) -> int:
     """Train and evaluate all that the flags ask for, as far as it is not done, and write the report."""
-    plan = make_plan(flags)
-    check_cells(flags, plan)
-    data = load_images(plan.dataset, flags.data_dir)
-    if plan.batch_size > len(data.x_train):
-        raise FlagError(f"--batch-size {plan.batch_size}: there are only {len(data.x_train)} training images")
-    config = to_config(flags, plan, data.fingerprint())
-    with RunFolder(out, config, flags.resume is not None, RECORDS) as folder, StopRequest() as stop:
-        console.print(
-            f"Trainings: {len(plan.arms)} of {plan.steps} steps on {plan.dataset}; results in {out}"
-        )
-        trainer = Trainer(folder, stop, plan.steps, checkpoint_every=flags.checkpoint_every)
-        compiled = Compiled(flags)
-        diverged = [error for arm in plan.arms if (error := run_arm(arm, compiled, plan, data, trainer))]
-        write_report(folder, plan, console)
-        console.print(f"Figures, tables, metrics and checkpoints: {out}")
+    with StopRequest() as stop:
+        plan = make_plan(flags)
+        check_cells(flags, plan, stop)
+        data = load_data(flags, plan)
+        stop.check()
+        config = to_config(flags, plan, data.fingerprint())
+        with RunFolder(out, config, flags.resume is not None, RECORDS) as folder:
+            console.print(
+                f"Trainings: {len(plan.arms)} of {plan.steps} steps on {plan.dataset}; results in {out}"
+            )
+            trainer = Trainer(folder, stop, plan.steps, checkpoint_every=flags.checkpoint_every)
+            compiled = Compiled(flags)
+            diverged = [error for arm in plan.arms if (error := run_arm(arm, compiled, plan, data, trainer))]
+            write_report(folder, plan, console)
+            console.print(f"Figures, tables, metrics and checkpoints: {out}")
     for error in diverged:
         print(f"error: {error}", file=sys.stderr)
     return 1 if diverged else 0
 
 
-def check_cells(flags: Flags, plan: Plan) -> None:
+def load_data(flags: Flags, plan: Plan) -> ImageSet:
+    """Return the images. Raises FlagError where they cannot be read, or are fewer than a batch."""
+    try:
+        data = load_images(plan.dataset, flags.data_dir)
+    except (DataError, OSError) as error:
+        raise FlagError(f"--dataset: {error}") from error
+    if plan.batch_size > len(data.x_train):
+        raise FlagError(f"--batch-size {plan.batch_size}: there are only {len(data.x_train)} training images")
+    return data
+
+
+def check_cells(flags: Flags, plan: Plan, stop: StopRequest) -> None:
     """Trace every model on an abstract image, so that what cannot run is told before anything does."""
     for variant in dict.fromkeys(arm.variant for arm in plan.arms):
         try:
             build = partial(build_model, variant, 0, flags)
             jax.eval_shape(lambda build=build: build()(jnp.zeros((1, 784), jnp.float32)))
+        except UnsupportedForm as error:
+            raise FlagError(f"--form {flags.form}: {error}") from error
         except ValueError as error:
             raise FlagError(f"--cell {variant}: {error}") from error
+        stop.check()
 
 
 def build_model(variant: str, seed: int, flags: Flags) -> SequenceClassifier:

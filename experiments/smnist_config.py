@@ -10,6 +10,7 @@ from eflax.training import TRAINING, RunFolderError, read_config
 from eflax.training.run_folder import CONFIG, WAY_OUT
 from experiments.smnist_flags import FlagError, Flags, Plan, make_plan
 
+EXPERIMENT = "smnist"
 NOT_SAVED = ("out", "resume")
 
 RECORDS = TRAINING | {
@@ -27,7 +28,7 @@ def to_config(flags: Flags, plan: Plan, fingerprint: str) -> dict[str, Any]:
     """Return what identifies a run: its flags, then what follows from them, then the data."""
     given = {name: value for name, value in asdict(flags).items() if name not in NOT_SAVED}
     given["data_dir"] = None if flags.data_dir is None else str(flags.data_dir)
-    return {**given, "plan": asdict(plan), "data_sha256": fingerprint}
+    return {"experiment": EXPERIMENT, **given, "plan": asdict(plan), "data_sha256": fingerprint}
 
 
 def read_flags(folder: Path) -> Flags:
@@ -37,6 +38,10 @@ def read_flags(folder: Path) -> Flags:
         RunFolderError: the folder holds no run of this experiment, or a flag in its config.json cannot be.
     """
     config, values = read_config(folder), {}
+    if (experiment := config.get("experiment")) != EXPERIMENT:
+        raise RunFolderError(
+            f"{folder / CONFIG}: 'experiment' is {experiment!r} and must be {EXPERIMENT!r}; {WAY_OUT}"
+        )
     for field in fields(Flags):
         name, kind = field.name, _plain(field.type)
         if name in NOT_SAVED:

@@ -1,6 +1,6 @@
 """Flags of the sequential-MNIST experiment, its presets, and the plan that follows from them."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -142,6 +142,14 @@ class Plan:
     eval_limit: int | None
 
 
+def with_absolute_paths(flags: Flags) -> Flags:
+    """Return flags that mean the same from every working directory, as a resume needs."""
+    dataset, folder = flags.dataset, flags.data_dir
+    if dataset is not None and dataset not in NAMES:
+        dataset = str(Path(dataset).absolute())
+    return replace(flags, dataset=dataset, data_dir=None if folder is None else folder.absolute())
+
+
 def make_plan(flags: Flags) -> Plan:
     """Fill in the preset and list the trainings.
 
@@ -155,12 +163,11 @@ def make_plan(flags: Flags) -> Plan:
         _positive(name, value)
     _positive("checkpoint-every", flags.checkpoint_every)
     limit = preset.eval_limit if flags.eval_limit is None else (flags.eval_limit or None)
-    if limit is not None:
-        _positive("eval-limit", limit)
-    dataset = flags.dataset or preset.dataset
+    if limit is not None and limit < 0:
+        raise FlagError(f"--eval-limit {limit}: must not be negative; 0 means all images")
     return Plan(
         arms=_arms(flags, preset),
-        dataset=dataset if dataset in NAMES else str(Path(dataset).absolute()),
+        dataset=preset.dataset if flags.dataset is None else flags.dataset,
         steps=steps,
         batch_size=batch_size,
         eval_limit=limit,
@@ -198,11 +205,15 @@ def _variant(name: str, normalize_keys: str) -> str:
 def _learning_rates(flags: Flags, preset: Preset, variants: list[str]) -> dict[str, float]:
     if flags.lr and flags.lr_sweep:
         raise FlagError("--lr and --lr-sweep exclude each other: leave one out")
-    given = dict(_learning_rate(text) for text in flags.lr)
+    given: dict[str, float] = {}
     known = {"", *variants, *(variant.partition(":")[0] for variant in variants)}
-    for name in given:
+    for text in flags.lr:
+        name, value = _learning_rate(text)
         if name not in known:
-            raise FlagError(f"--lr {name}=…: no such cell in --cell {' '.join(flags.cell)}")
+            raise FlagError(f"--lr {text}: no such cell in --cell {' '.join(flags.cell)}")
+        if name in given:
+            raise FlagError(f"--lr {' '.join(flags.lr)}: given twice for {name or 'all cells'}")
+        given[name] = value
     given = given or preset.lr
     rates = {}
     for variant in variants:

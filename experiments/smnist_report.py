@@ -14,8 +14,9 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 
 from eflax.evaluation import FAMILIES
 from eflax.training import RunFolder
@@ -27,7 +28,6 @@ ONE_SEED = (
     "One seed: under perturbation seeds can differ more than cells do, so compare with --seeds N. "
     "--cell delta_rule efla delta_rule:raw efla:unit adds the controls."
 )
-TITLES = {"delta_rule": "DeltaNet", "efla": "EFLA"}
 
 type Records = list[dict[str, Any]]
 type Row = dict[str, Any]
@@ -41,12 +41,6 @@ class Group:
     lr: float
     runs: tuple[str, ...]
     seeds: tuple[int, ...]
-
-    @property
-    def title(self) -> str:
-        """Return the name in figures."""
-        cell, _, keys = self.variant.partition(":")
-        return TITLES.get(cell, cell) + (f", {keys} keys" if keys else "")
 
 
 def group_arms(arms: Sequence[Arm]) -> list[Group]:
@@ -73,7 +67,7 @@ def write_report(folder: RunFolder, plan: Plan, console: Console) -> None:
     if len({group.lr for group in groups}) > 2:
         _save(_draw_sweep(groups, summary), folder, "lr_sweep.png")
     _print(points, summary, console)
-    if not any(row["clean_sd"] for row in summary):
+    if all(row["clean_sd"] is None for row in summary):
         console.print(ONE_SEED)
 
 
@@ -84,7 +78,7 @@ def robustness_rows(group: Group, records: Records) -> list[Row]:
         for strength in spec.strengths:
             values = _accuracies(group, records, family, strength)
             row = {"cell": group.variant, "lr": group.lr, "family": family, "strength": strength}
-            rows.append({**row, **_statistics("accuracy", values), "seeds": len(values)})
+            rows.append({**row, **_statistics("accuracy", values), "num_seeds": len(values)})
     return rows
 
 
@@ -141,9 +135,8 @@ def _draw_robustness(groups: list[Group], points: list[Row]) -> Figure:
             for group in layer:
                 same = {"cell": group.variant, "lr": group.lr, "family": family}
                 rows = [point for point in points if same.items() <= point.items()]
-                _line(
-                    panel, spec.strengths, rows, "accuracy", f"{group.title}, lr {group.lr:g}{_over(group)}"
-                )
+                label = f"{group.variant}, lr {group.lr:g}{_over(group)}"
+                _line(panel, spec.strengths, rows, "accuracy", label)
             panel.set(title=spec.title, xlabel=spec.axis, ylim=(0, 1))
             panel.grid(alpha=0.3)
         row[0].set_ylabel("test accuracy")
@@ -182,12 +175,13 @@ def _draw_curves(groups: list[Group], records: Records) -> Figure:
             continue
         smoothed = np.array([smooth(losses)[:length] for losses in curves])
         steps = np.arange(1, length + 1)
-        panel.plot(steps, smoothed.mean(0), color=color, label=f"{group.title}, lr {group.lr:g}")
+        panel.plot(steps, smoothed.mean(0), color=color, label=f"{group.variant}, lr {group.lr:g}")
         if len(curves) > 1:
             low, high = smoothed.mean(0) - smoothed.std(0, ddof=1), smoothed.mean(0) + smoothed.std(0, ddof=1)
             panel.fill_between(steps, low, high, color=color, alpha=0.2, linewidth=0)
     panel.set_title(f"thin: each step, thick: moving average, {EMA}{_over(groups[0])}")
     panel.set(xlabel="step", ylabel="training loss (nats)", ylim=(0, None))
+    panel.xaxis.set_major_locator(MaxNLocator(integer=True))
     panel.legend(fontsize="small", loc="center left", bbox_to_anchor=(1, 0.5))  # beside, not on the curves
     panel.grid(alpha=0.3)
     return figure
@@ -196,11 +190,10 @@ def _draw_curves(groups: list[Group], records: Records) -> Figure:
 def _draw_sweep(groups: list[Group], summary: list[Row]) -> Figure:
     panels = {"clean": "Clean"} | {name: f"Mean over: {spec.title}" for name, spec in FAMILIES.items()}
     figure, axes = plt.subplots(1, len(panels), figsize=(15, 3.6), sharey=True)
-    titles = {group.variant: group.title for group in groups}
     for (name, heading), panel in zip(panels.items(), axes, strict=True):
-        for variant, title in titles.items():
+        for variant in dict.fromkeys(group.variant for group in groups):
             rows = [row for row in summary if row["cell"] == variant]
-            _line(panel, [row["lr"] for row in rows], rows, name, title + _over(groups[0]))
+            _line(panel, [row["lr"] for row in rows], rows, name, variant + _over(groups[0]))
         panel.set(title=heading, xlabel="learning rate", xscale="log", ylim=(0, 1))
         panel.grid(alpha=0.3)
     axes[0].set_ylabel("test accuracy")
@@ -230,12 +223,14 @@ def _print(points: list[Row], summary: list[Row], console: Console) -> None:
                 rows = [point for point in points if same.items() <= point.items()]
                 table.add_row(f"{strength:g}", *(_percent(row, "accuracy") for row in rows))
             console.print(table)
-    table = Table("cell", "lr", *names, "training loss", "diverged")
+    some_diverged = any(row["diverged"] for row in summary)
+    table = Table(Column("cell", no_wrap=True), "lr", *names, "loss", *["diverged"] * some_diverged)
     table.title = "Test accuracy (%): clean, and mean over each perturbation"
+    table.caption = f"loss: of the training, moving average ({EMA}) at its end"
     for row in summary:
         loss = "-" if row["final_loss_mean"] is None else f"{row['final_loss_mean']:.3f}"
         values = [_percent(row, name) for name in names]
-        table.add_row(row["cell"], f"{row['lr']:g}", *values, loss, str(row["diverged"]))
+        table.add_row(row["cell"], f"{row['lr']:g}", *values, loss, *[str(row["diverged"])] * some_diverged)
     console.print(table)
 
 

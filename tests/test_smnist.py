@@ -2,10 +2,13 @@
 
 import csv
 import json
+import os
 import signal
 from dataclasses import fields
+from io import StringIO
 from pathlib import Path
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from matplotlib.colors import to_rgb
@@ -99,11 +102,13 @@ BAD_FLAGS = {
     "no batch": (["--batch-size", "0"], "--batch-size 0"),
     "no seeds": (["--seeds", "0"], "--seeds 0"),
     "negative seed": (["--seed", "-1"], "--seed -1"),
-    "negative limit": (["--eval-limit", "-5"], "--eval-limit -5"),
+    "negative limit": (["--eval-limit", "-5"], "--eval-limit -5: must not be negative; 0 means all"),
     "lr is no number": (["--lr", "fast"], "--lr fast: must be a positive number"),
     "lr is zero": (["--lr", "0"], "--lr 0: must be a positive number"),
     "lr is infinite": (["--lr", "inf"], "--lr inf"),
-    "lr of a stranger": (["--lr", "1e-3", "ssd=1e-3"], "--lr ssd=…: no such cell"),
+    "lr of a stranger": (["--lr", "1e-3", "ssd=1e-3"], "--lr ssd=1e-3: no such cell"),
+    "lr twice": (["--lr", "1e-3", "2e-3"], "--lr 1e-3 2e-3: given twice for all cells"),
+    "lr of a cell twice": (["--lr", "efla=1", "efla=2", "3"], "given twice for efla"),
     "lr is missing": (["--lr", "efla=1e-3"], "says nothing about delta_rule"),
     "lr and sweep": (["--lr", "1e-3", "--lr-sweep"], "exclude each other"),
 }
@@ -119,9 +124,11 @@ def test_bad_flags(case):
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        (["--form", "quantum"], "quantum"),
+        (["--form", "quantum"], "--form quantum: "),
+        (["--cell", "selective_ssm", "--form", "parallel"], "--form parallel: "),
         (["--cell", "selective_ssm:unit"], "--cell selective_ssm:unit"),
         (["--dataset", "no-such-file.npz"], "no-such-file.npz' is neither one of"),
+        (["--dataset", "x" * 5000], "--dataset: "),
         (["--batch-size", "20000"], "there are only 10000 training images"),
         (["--resume", "no-such-run"], "no such folder"),
         (["--resume", "here", "--out", "there"], "leave --out out"),
@@ -183,6 +190,38 @@ def test_resume_names_a_missing_flag_of_the_config(tmp_path, capsys):
     RunFolder(tmp_path, config).close()
     assert smnist.main(["--resume", str(tmp_path)]) == 2
     assert "config.json: 'form' is missing and must be str | None; restore" in capsys.readouterr().err
+
+
+def test_resume_refuses_the_folder_of_another_experiment(tmp_path, capsys):
+    RunFolder(tmp_path, {"experiment": "throughput"}).close()
+    assert smnist.main(["--resume", str(tmp_path)]) == 2
+    assert "config.json: 'experiment' is 'throughput' and must be 'smnist'" in capsys.readouterr().err
+
+
+def test_a_file_that_cannot_be_read_is_named(tmp_path, capsys):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(smnist, "check_cells", lambda *_: None)
+        flags = ["--dataset", "mnist-small"]
+        config = to_config(smnist.parse_flags(flags), plan(*flags), load_images("mnist-small").fingerprint())
+        RunFolder(tmp_path, config).close()
+        (tmp_path / "metrics.jsonl").mkdir()
+        assert smnist.main(["--resume", str(tmp_path)]) == 2
+    assert f"Is a directory: '{tmp_path / 'metrics.jsonl'}'" in capsys.readouterr().err
+
+
+def test_paths_are_meant_from_where_the_run_began(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    flags = smnist.parse_flags(["--dataset", "here.npz", "--data-dir", "cache"])
+    assert (flags.dataset, flags.data_dir) == (str(tmp_path / "here.npz"), tmp_path / "cache")
+    assert smnist.parse_flags(["--dataset", "mnist"]).dataset == "mnist"
+
+
+def test_a_stop_before_the_trainings_leaves_nothing(monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(smnist, "build_model", lambda *_: os.kill(os.getpid(), signal.SIGINT) or jnp.copy)
+    assert smnist.main(["--out", str(tmp_path / "run")]) == 130
+    captured = capsys.readouterr()
+    assert "stopped by SIGINT; no training had begun" in captured.out and "SIGINT: finish" in captured.err
+    assert not (tmp_path / "run").exists()
 
 
 POINT = {"run": "a", "step": 3, "family": "noise", "strength": 0.5, "correct": 5, "count": 10}
@@ -280,7 +319,7 @@ def test_resume_with_another_flag_names_it(whole_run, capsys):
     assert smnist.main(["--resume", str(whole_run), "--lr", "1e-2"]) == 2
     assert "another 'lr': the run began with [], and now it is ['1e-2']" in capsys.readouterr().err
     assert smnist.main(["--out", str(whole_run)]) == 2
-    assert "holds a run; continue it with --resume" in capsys.readouterr().err
+    assert "holds a run; give another --out, or --resume" in capsys.readouterr().err
 
 
 def test_evaluation_is_repeatable(whole_run):
@@ -357,8 +396,9 @@ def test_a_cell_has_one_hue_and_a_learning_rate_its_shade():
 
 
 def test_sweep_and_seed_bands_are_drawn(tmp_path):
-    """The report of a sweep with two seeds, from made-up records."""
-    sweep = plan("--lr-sweep", "--seeds", "2")
+    """The report of a sweep with two seeds, from made-up records; its table names cells whole on 80 columns."""
+    sweep = plan("--lr-sweep", "--seeds", "2", "--cell", "delta_rule:raw", "efla:unit")
+    printed = StringIO()
     with RunFolder(tmp_path / "run", {}) as folder:
         for arm in sweep.arms:
             folder.append({"run": arm.name, "step": step, "loss": 2.0 / step} for step in range(1, 4))
@@ -367,6 +407,7 @@ def test_sweep_and_seed_bands_are_drawn(tmp_path):
                 for name, spec in FAMILIES.items()
                 for strength in spec.strengths
             )
-        write_report(folder, sweep, Console())
+        write_report(folder, sweep, Console(file=printed, width=80))
     assert len(group_arms(sweep.arms)) == 10
     assert (tmp_path / "run" / "lr_sweep.png").exists()
+    assert printed.getvalue().count("delta_rule:raw") == len(SWEEP) and "diverged" not in printed.getvalue()
