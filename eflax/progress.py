@@ -27,6 +27,7 @@ class Progress:
         self.label, self.total, self.start, self.unit = label, total, start, unit
         self.done = start
         self._told: int | float | None = None  # what was done at the last line
+        self._first: tuple[int | float, float] | None = None  # what was done first, and when it was
         self._note = ""
         self._console = Console(highlight=False, soft_wrap=True)
         self._bar: RichProgress | None = None
@@ -61,15 +62,22 @@ class Progress:
     def advance(self, amount: int | float = 1, **values: float) -> None:
         """Count `amount` more units as done and show the named values."""
         self.done += amount
+        self._first = self._first or (self.done, time.monotonic())
         self._note = "  ".join(f"{name} {value:.4g}" for name, value in values.items())
         if self._bar is not None:
-            note = f"{self._rate():.3g} {self.unit}/s  {self._note}"
+            note = "  ".join(part for part in (self._speed(), self._note) if part)
             self._bar.update(self._task, completed=self.done, note=note)
         elif time.monotonic() - self._last_line >= SECONDS_BETWEEN_LINES:
             self._print_line()
 
     def _rate(self) -> float:
-        return (self.done - self.start) / max(time.monotonic() - self._began, 1e-9)
+        """Return units a second since the first were done, which took compilation, too; 0 before that."""
+        done, since = self._first or (self.done, 0.0)
+        return (self.done - done) / max(time.monotonic() - since, 1e-9)
+
+    def _speed(self) -> str:
+        rate = self._rate()
+        return f"{rate:.3g} {self.unit}/s" if rate > 0 else ""
 
     def _print_line(self) -> None:
         if self.done == self._told:
@@ -80,5 +88,5 @@ class Progress:
             f"{(self.total - self.done) / rate:.0f} s left" if rate > 0 and self.done < self.total else ""
         )
         elapsed = f"{time.monotonic() - self._began:.0f} s"
-        parts = (f"{self.done:g}/{self.total:g}", elapsed, f"{rate:.3g} {self.unit}/s", remaining, self._note)
+        parts = (f"{self.done:g}/{self.total:g}", elapsed, self._speed(), remaining, self._note)
         self._console.print(f"{self.label}: " + "  ".join(part for part in parts if part))

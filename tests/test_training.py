@@ -377,10 +377,12 @@ def test_resume_names_a_wrong_field_of_the_metrics(tmp_path, line, fault):
 def test_progress_prints_lines_where_there_is_no_terminal(capsys, monkeypatch):
     monkeypatch.setattr("eflax.progress.SECONDS_BETWEEN_LINES", 0.0)
     with Progress("train x", 10, start=4) as progress:
-        progress.advance(3, loss=0.5)
+        progress.advance(1, loss=1.0)
+        progress.advance(2, loss=0.5)
         progress.advance(3, loss=0.25)
         progress.advance(0)
-    middle, last = capsys.readouterr().out.splitlines()
+    first, middle, last = capsys.readouterr().out.splitlines()
+    assert first.startswith("train x: 5/10") and "left" not in first  # the first also compiled
     assert middle.startswith("train x: 7/10") and "s left" in middle and "loss 0.5" in middle
     assert last.startswith("train x: 10/10") and "s left" not in last and "loss 0.25" in last
 
