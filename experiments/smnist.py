@@ -4,12 +4,16 @@
 """
 
 import io
+import signal
 import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
+
+if __name__ == "__main__":  # Ctrl-C ends the imports without a traceback; later StopRequest takes over
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 import jax
 import jax.numpy as jnp

@@ -4,6 +4,7 @@
 """
 
 import os
+import signal
 import statistics
 import sys
 import time
@@ -11,6 +12,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
+
+if __name__ == "__main__":  # Ctrl-C ends the imports without a traceback; later StopRequest takes over
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 import jax
 import jax.numpy as jnp
