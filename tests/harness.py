@@ -13,12 +13,16 @@ import regimes
 from eflax import cells
 
 
+KERNEL_FORMS = ("pallas_gpu",)
+
+
 def case_forms(names):
-    """Test parameters: every form of every named case."""
+    """Test parameters: every form of every named case, but those of kernels, which have tests of their own."""
     return [
         pytest.param(name, form, id=f"{name}-{form}")
         for name in names
         for form in cells.CELLS[oracle.CASES[name].cell].forms
+        if form not in KERNEL_FORMS
     ]
 
 

@@ -10,7 +10,7 @@ from jax import Array, lax
 from jax.typing import DTypeLike
 
 from eflax.cells import checks, shapes
-from eflax.cells.forms import EDIT_FORMS, Coefficients, Edits, edit_state, read_state, restarts
+from eflax.cells.forms import EDIT_FORMS, Coefficients, Edits, edit_state, pallas_gpu, read_state, restarts
 from eflax.cells.numerics import matmul_precision, on_device, state_dtype, vary_like
 
 DECAY = "g is a log-decay and must be <= 0, so that e^g is in (0, 1]"
@@ -24,7 +24,7 @@ class RankOneCell[State]:
 
     name: str
     gates: tuple[str, ...] = ()
-    forms = tuple(EDIT_FORMS)
+    forms = (*EDIT_FORMS, pallas_gpu.NAME)
     # (k, *gates, **options) → (erase, write, log-decay) of each token, from arrays in the state's dtype.
     coefficients: Callable[..., Coefficients]
 
@@ -79,9 +79,23 @@ class RankOneCell[State]:
             self._check_state(axes, "initial_state", initial_state)
         checks.check_count("chunk_size", chunk_size)
         self._check_options(scale, **options)
-        form = checks.choose_form(self.name, form, self.forms, axes.size["T"])
+        state = () if initial_state is None else jax.tree.leaves(initial_state)
+        form = self._choose_form(form, q, k, v, *gates, *state, **options)
         options = tuple(options.items())
-        return _run(self, q, k, v, gates, scale, initial_state, segment_ids, form, chunk_size, options)
+        kernels = pallas_gpu.Context.of(scale) if form == pallas_gpu.NAME else None
+        return _run(
+            self, q, k, v, gates, scale, initial_state, segment_ids, form, chunk_size, options, kernels
+        )
+
+    def _choose_form(self, form, q, k, v, *others, **options):
+        """The form that was asked for, or the fastest one that serves."""
+        del options
+        if form == pallas_gpu.NAME:
+            pallas_gpu.check(q, k, v, *others)
+        chosen = checks.choose_form(self.name, form, self.forms, k.shape[1])
+        if form is None and chosen == "chunkwise" and pallas_gpu.refusal(q, k, v, *others) is None:
+            return pallas_gpu.NAME
+        return chosen
 
     def _step(self, state, q_t, k_t, v_t, gates_t, scale, **options):
         axes = self._check_inputs(q_t, k_t, v_t, gates_t, "B", "_t")
@@ -120,8 +134,8 @@ class RankOneCell[State]:
         return axes
 
 
-@partial(jax.jit, static_argnums=(0, 8, 9, 10))
-def _run(cell, q, k, v, gates, scale, initial_state, segment_ids, form, chunk_size, options):
+@partial(jax.jit, static_argnums=(0, 8, 9, 10, 11))
+def _run(cell, q, k, v, gates, scale, initial_state, segment_ids, form, chunk_size, options, kernels):
     """Compiled as a whole, so that direct calls compile once per shape and never retrace a scan."""
     if initial_state is None:
         initial_state = cell.init_state(k.shape[0], v.shape[2], k.shape[3], v.shape[3])
@@ -129,13 +143,24 @@ def _run(cell, q, k, v, gates, scale, initial_state, segment_ids, form, chunk_si
     dtype = state_dtype(q, k, v, *gates, matrix)
     matrix = vary_like(matrix.astype(dtype), q, k, v, *gates, segment_ids)
     restart = None if segment_ids is None else restarts(segment_ids)
-    edits = _edits(cell, q, k, v, gates, scale, restart, dtype, dict(options))
     if k.shape[1] == 0:
         return None if q is None else v, cell._from_matrix(matrix)
-    precision = matmul_precision(q, k, v)
-    o, matrix = EDIT_FORMS[form](edits, matrix, chunk_size=chunk_size, precision=precision)
+    if form == pallas_gpu.NAME:
+        scale = scale if kernels.scale is None else kernels.scale
+        o, matrix = _run_kernels(cell, q, k, v, gates, scale, restart, matrix, dict(options))
+    else:
+        edits = _edits(cell, q, k, v, gates, scale, restart, dtype, dict(options))
+        precision = matmul_precision(q, k, v)
+        o, matrix = EDIT_FORMS[form](edits, matrix, chunk_size=chunk_size, precision=precision)
     o = None if o is None else cell._answer(o, **dict(options)).astype(v.dtype)
     return o, cell._from_matrix(matrix)
+
+
+def _run_kernels(cell, q, k, v, gates, scale, restart, matrix, options):
+    """The kernels take q, k and v as they are given, and share key heads themselves."""
+    wide = _share_heads(k.astype(matrix.dtype), v.shape[2])
+    coefficients = cell.coefficients(wide, *(x.astype(matrix.dtype) for x in gates), **options)
+    return pallas_gpu.pallas_gpu(q, k, cell._values(v), coefficients, restart, matrix, scale)
 
 
 def _edits(cell, q, k, v, gates, scale, restart, dtype, options) -> Edits:

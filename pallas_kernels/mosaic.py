@@ -1,0 +1,82 @@
+"""Small helpers for Pallas Mosaic GPU device code: tiled buffers, vectors, and matrix products."""
+
+from typing import Any, cast
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+WGMMA = plgpu.Layout.WGMMA
+TILE = 64  # rows of a warpgroup's accumulator
+
+
+def tiled(*shape: int, dtype: Any) -> Any:
+    """A shared-memory buffer that TMA writes and wgmma reads."""
+    swizzle = plgpu.find_swizzle(shape[-1] * jnp.dtype(dtype).itemsize * 8)
+    tile = (8, swizzle // jnp.dtype(dtype).itemsize)
+    # pyright takes the two classes for abstract ones.
+    transforms = (plgpu.TilingTransform(tile), plgpu.SwizzleTransform(swizzle))  # pyright: ignore[reportAbstractUsage]
+    return plgpu.SMEM(shape, dtype, transforms=transforms)
+
+
+def columns(ref: Any, rows: int = TILE) -> Array:
+    """The vector in `ref` as every row of a matrix: one value a column."""
+    return lax.broadcast_in_dim(plgpu.load(ref, layout=WGMMA.reduce(0)), (rows, ref.shape[-1]), [1])
+
+
+def rows(ref: Any, columns: int = TILE) -> Array:
+    """The vector in `ref` as every column of a matrix: one value a row."""
+    return lax.broadcast_in_dim(plgpu.load(ref, layout=WGMMA.reduce(1)), (ref.shape[-1], columns), [0])
+
+
+def index(axis: int, shape: tuple[int, int] = (TILE, TILE)) -> Array:
+    """Row numbers (axis 0) or column numbers (axis 1)."""
+    return plgpu.broadcasted_iota(jnp.int32, shape, axis, layout=WGMMA)
+
+
+def zeros(*shape: int) -> Array:
+    """Zeros as an accumulator holds them."""
+    return plgpu.layout_cast(jnp.full(shape, 0, jnp.float32), WGMMA)
+
+
+class MatrixUnit:
+    """Products on the tensor cores, with the left factor in registers or in shared memory.
+
+    `staging` is None on a GPU. The interpreter knows neither left factors in registers nor accumulators that start
+    from a value, so there it is a dict from a left factor's number of columns to a buffer through which it goes.
+    """
+
+    def __init__(self, staging: dict[int, Any] | None) -> None:
+        self.staging = staging
+
+    def _left(self, x: Any) -> Any:
+        if self.staging is None or not isinstance(x, jax.Array):
+            return x
+        buffer = self.staging[x.shape[1]]
+        buffer[...] = x
+        plgpu.commit_smem()
+        return buffer
+
+    def product(self, shape: tuple[int, int], *factors: tuple[Any, Any]) -> Array:
+        """The sum of the products x @ y, in float32."""
+
+        def body(accumulator):
+            for x, y in factors:
+                plgpu.wgmma(accumulator, self._left(x), y)
+            return accumulator[...]
+
+        return pl.run_scoped(body, plgpu.WGMMAAccumulatorRef(shape, jnp.float32))
+
+    def add(self, start: Array, *factors: tuple[Any, Any]) -> Array:
+        """`start` plus the sum of the products x @ y."""
+        if self.staging is not None:
+            rows, columns = start.shape
+            return start + self.product((rows, columns), *factors)
+
+        def body(accumulator):
+            for x, y in factors:
+                plgpu.wgmma(accumulator, x, y)
+
+        return cast(Array, pl.run_state(body)(plgpu.WGMMAAccumulatorRef.init(start)))

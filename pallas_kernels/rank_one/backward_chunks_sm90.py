@@ -1,0 +1,358 @@
+"""Mosaic GPU, Hopper: the gradients of the inputs, every chunk for itself.
+
+A chunk is given the state S that entered it, the gradient dS of the state that left it, its rows D and dR (see
+`forward_sm90`, `backward_states_sm90`). Two warpgroups share the work: one has what belongs to the queries and values,
+one what belongs to the keys. A third loads. What sums over V is added up from slices of 64 columns as they arrive; q
+and k are needed after that.
+
+    P̄ = scale · Tril((dO Dᵀ) ⊙ Γ)         dq = scale · e^c ⊙ (dO Sᵀ) + P̄ k
+    L̄ = −StrictTril((dR Dᵀ) ⊙ Γ)           dk = e^{c_C − c} ⊙ (D dSᵀ) − a e^c ⊙ (dR Sᵀ) + P̄ᵀ q + (a L̄ + (a L̄)ᵀ) k
+    dv = w ⊙ dR,   dw = rowsum(dR ⊙ V),     da = rowsum(L̄ ⊙ k kᵀ) − e^c ⊙ rowsum(k ⊙ dR Sᵀ)
+
+The gradient of c is left in parts (`Parts`), which plain XLA puts together.
+"""
+
+import enum
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.mosaic import WGMMA, MatrixUnit, index, rows, tiled, zeros
+from pallas_kernels.rank_one.layout import CHUNK, COLUMNS, Gates, Plan
+from pallas_kernels.rank_one.stream_sm90 import Refs, matrix_unit
+
+BLOCKS = 132  # one a multiprocessor
+SQUARE = (CHUNK, CHUNK)
+QUERIES, KEYS, LOADER = range(3)  # the warpgroups
+TOKENS = ("do", "rows", "drows", "v")  # [B, T, HV, V]
+STATES = ("states", "dstates")  # [B, HV, N, V, K]
+
+
+class Parts(enum.IntEnum):
+    """Rows of the gates' gradient [B, HV, N, rows, C], float32."""
+
+    ERASE = 0  # da
+    WRITE = 1  # dw
+    SUM_KEYS = 2  # dc_i: what the keys' warpgroup has of it by row
+    SUM_QUERIES = 3  # and the queries'
+    MINUS_KEYS = 4  # −dc_j: by column
+    MINUS_QUERIES = 5
+    EXIT = 6  # −dc_j, and dc_C, of e^{c_C − c_j}
+    TOTAL = 7  # dc_C of e^{c_C}, in parts that only their sum matters
+
+
+class InputGradients(NamedTuple):
+    """What `backward_chunks` returns."""
+
+    q: Array | None  # [B, T, HV, K] 16-bit: for each value head
+    k: Array  # [B, T, HV, K] 16-bit: for each value head
+    v: Array  # [B, T, HV, V] 16-bit
+    gates: Array  # [B, HV, N, rows, C] float32; see `Parts`
+
+
+def backward_chunks(
+    q: Array | None,
+    k: Array,
+    v: Array,
+    do: Array | None,
+    forward_rows: Array,
+    row_gradients: Array,
+    states: Array,
+    state_gradients: Array,
+    gates: Array,
+    plan: Plan,
+) -> InputGradients:
+    """Return the gradients of q, k, v and, in parts, of the gates.
+
+    Args:
+        q: [B, T, H, K] 16-bit; None, with do, if nothing was read out.
+        k: like q.
+        v: [B, T, HV, V] 16-bit.
+        do: like v.
+        forward_rows: D, like v.
+        row_gradients: dR, like v.
+        states: Sᵀ [B, HV, N, V, K] 16-bit.
+        state_gradients: dSᵀ, like states.
+        gates: [B, HV, N, rows, C] float32; see `layout.Gates`.
+        plan: sizes and features of this call.
+    """
+    batch, time, heads, width = k.shape
+    inputs = {"q": q, "k": k, "gates": gates, "do": do, "rows": forward_rows, "drows": row_gradients, "v": v}
+    inputs |= {"states": states, "dstates": state_gradients}
+    inputs = {name: x for name, x in inputs.items() if x is not None}
+    keys = jax.ShapeDtypeStruct((batch, time, plan.value_heads, width), plan.dtype)
+    outputs = {"dk": keys, "dv": jax.ShapeDtypeStruct(v.shape, plan.dtype)}
+    outputs["dgates"] = jax.ShapeDtypeStruct((*gates.shape[:3], len(Parts), CHUNK), jnp.float32)
+    if q is not None:
+        outputs["dq"] = keys
+    total = batch * plan.value_heads * plan.chunks
+    blocks = min(BLOCKS, total)
+
+    def body(*refs):
+        given = dict(zip(inputs, refs, strict=False))
+        made = dict(zip(outputs, refs[len(inputs) :], strict=True))
+        work = _Chunks(plan, given, made, total, blocks, plan.value_heads // heads)
+        pl.run_scoped(work.run, _scratch(inputs, plan), collective_axes="wg")
+
+    results = plgpu.kernel(
+        body,
+        out_type=tuple(outputs.values()),
+        grid=(blocks,),
+        grid_names=("block",),
+        num_threads=3,
+        thread_name="wg",
+        interpret=plan.interpret,
+        kernel_name="rank_one_backward_chunks",
+    )(*inputs.values())
+    made = dict(zip(outputs, results, strict=True))
+    return InputGradients(made.get("dq"), made["dk"], made["dv"], made["dgates"])
+
+
+def _scratch(inputs: dict[str, Any], plan: Plan) -> dict[str, Any]:
+    width, stages = plan.key_dim, 2
+    scratch: dict[str, Any] = {
+        name: tiled(CHUNK, width, dtype=plan.dtype) for name in ("q", "k") if name in inputs
+    }
+    scratch |= {name: tiled(stages, CHUNK, COLUMNS, dtype=plan.dtype) for name in TOKENS if name in inputs}
+    scratch |= {name: tiled(stages, COLUMNS, width, dtype=plan.dtype) for name in STATES}
+    scratch |= {
+        "gates": plgpu.SMEM((2, plan.gate_rows, CHUNK), jnp.float32),
+        "gates_loaded": plgpu.Barrier(num_arrivals=1, num_barriers=2),
+        "loaded": plgpu.Barrier(
+            num_arrivals=sum(n in inputs for n in (*TOKENS, *STATES)), num_barriers=stages
+        ),
+        "consumed": plgpu.Barrier(num_arrivals=2, num_barriers=stages),
+        "keys_loaded": plgpu.Barrier(num_arrivals=1 + ("q" in inputs)),
+        "keys_consumed": plgpu.Barrier(num_arrivals=2),
+        "scores": tiled(*SQUARE, dtype=plan.dtype),  # P̄
+        "scored": plgpu.Barrier(),
+        "erasures": tiled(*SQUARE, dtype=plan.dtype),  # a L̄
+        "dk": tiled(CHUNK, width, dtype=plan.dtype),
+        "dv": tiled(CHUNK, COLUMNS, dtype=plan.dtype),
+        "dgates": plgpu.SMEM((len(Parts), CHUNK), jnp.float32),
+    }
+    if "q" in inputs:
+        scratch["dq"] = tiled(CHUNK, width, dtype=plan.dtype)
+    if plan.interpret:
+        scratch["staging"] = {CHUNK: tiled(2, *SQUARE, dtype=plan.dtype)}
+    return scratch
+
+
+class _Chunks:
+    """The three warpgroups' code; chunk number i of this block is `place(i)`."""
+
+    def __init__(self, plan: Plan, given: Refs, made: Refs, total: int, blocks: int, group: int) -> None:
+        self.plan, self.given, self.made, self.group = plan, given, made, group
+        self.blocks, self.slices = blocks, plan.value_dim // COLUMNS
+        self.first = lax.axis_index("block")
+        self.count = pl.cdiv(total - self.first, blocks)
+
+    def run(self, s: Refs) -> None:
+        self.s = s
+        wg = lax.axis_index("wg")
+
+        @pl.when(wg == LOADER)
+        def _():
+            plgpu.set_max_registers(40, action="decrease")
+            pl.loop(0, self.count)(self.load)
+
+        @pl.when(wg == QUERIES)
+        def _():
+            plgpu.set_max_registers(232, action="increase")
+            pl.loop(0, self.count)(lambda i: self.queries(i, matrix_unit(s, QUERIES)))
+            plgpu.wait_smem_to_gmem(0)
+
+        @pl.when(wg == KEYS)
+        def _():
+            plgpu.set_max_registers(232, action="increase")
+            pl.loop(0, self.count)(lambda i: self.keys(i, matrix_unit(s, KEYS)))
+            plgpu.wait_smem_to_gmem(0)
+
+    def place(self, i: Array) -> tuple[Array, Array, Array]:
+        """Batch, head and chunk."""
+        item, heads, chunks = self.first + i * self.blocks, self.plan.value_heads, self.plan.chunks
+        return item // (heads * chunks), item // chunks % heads, item % chunks
+
+    def load(self, i: Array) -> None:
+        s, given = self.s, self.given
+        b, h, n = self.place(i)
+        tokens, parity = pl.ds(n * CHUNK, CHUNK), lax.rem(i, 2)
+        plgpu.copy_gmem_to_smem(
+            given["gates"].at[b, h, n], s["gates"].at[parity], s["gates_loaded"].at[parity]
+        )
+        for j in range(self.slices):
+            turn = i * self.slices + j
+            slot, columns = lax.rem(turn, 2), pl.ds(j * COLUMNS, COLUMNS)
+
+            @pl.when(turn >= 2)
+            def _(slot=slot):
+                plgpu.barrier_wait(s["consumed"].at[slot])
+
+            for name in (*TOKENS, *STATES):
+                if name in given:
+                    place = (b, tokens, h, columns) if name in TOKENS else (b, h, n, columns)
+                    plgpu.copy_gmem_to_smem(given[name].at[place], s[name].at[slot], s["loaded"].at[slot])
+
+        @pl.when(i > 0)
+        def _():
+            plgpu.barrier_wait(s["keys_consumed"])
+
+        for name in ("q", "k"):
+            if name in given:
+                plgpu.copy_gmem_to_smem(given[name].at[b, tokens, h // self.group], s[name], s["keys_loaded"])
+
+    def each_slice(self, i: Array, use: Any, *sums: Array) -> tuple[Array, ...]:
+        """Carry sums through use(buffers, slice number, sums) for the slices of 64 columns."""
+        s, total = self.s, self.count * self.slices
+        for j in range(self.slices):
+            turn = i * self.slices + j
+            slot = lax.rem(turn, 2)
+            plgpu.barrier_wait(s["loaded"].at[slot])
+            sums = use({name: s[name].at[slot] for name in (*TOKENS, *STATES) if name in s}, j, *sums)
+
+            @pl.when(turn + 2 < total)  # otherwise no one waits
+            def _(slot=slot):
+                plgpu.barrier_arrive(s["consumed"].at[slot])
+
+        return sums
+
+    def start(self, i: Array) -> Any:
+        """Wait for the gates of chunk i, and for this warpgroup's last results to be on their way."""
+        parity = lax.rem(i, 2)
+        plgpu.barrier_wait(self.s["gates_loaded"].at[parity])
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        return self.s["gates"].at[parity]
+
+    def finish(self, i: Array) -> None:
+        @pl.when(i + 1 < self.count)  # otherwise no one waits
+        def _():
+            plgpu.barrier_arrive(self.s["keys_consumed"])
+
+    def put(self, place: tuple, **parts: Array) -> None:
+        """Write rows of the gates' gradient."""
+        for name, x in parts.items():
+            self.s["dgates"].at[Parts[name]][...] = x
+        plgpu.commit_smem()
+        for name in parts:
+            source, target = (
+                self.s["dgates"].at[Parts[name]],
+                self.made["dgates"].at[(*place, int(Parts[name]))],
+            )
+            plgpu.copy_smem_to_gmem(source, target)
+
+    def queries(self, i: Array, unit: MatrixUnit) -> None:
+        """dq, dv, dw, and what P and the entering state have of dc."""
+        s, plan, gates = self.s, self.plan, self.start(i)
+        b, h, n = self.place(i)
+        tokens = pl.ds(n * CHUNK, CHUNK)
+
+        def use(x: Refs, j: int, scores: Array, dq: Array, dw: Array, total: Array) -> tuple[Array, ...]:
+            dr, v = (plgpu.load(x[name], layout=WGMMA).astype(jnp.float32) for name in ("drows", "v"))
+            if j:
+                plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+            s["dv"][...] = (dr * rows(gates.at[Gates.WRITE])).astype(plan.dtype)
+            plgpu.commit_smem()
+            plgpu.copy_smem_to_gmem(s["dv"], self.made["dv"].at[b, tokens, h, pl.ds(j * COLUMNS, COLUMNS)])
+            dw += jnp.sum(dr * v, 1)
+            if plan.decays:
+                for part in range(0, plan.key_dim, CHUNK):
+                    size = pl.ds(part, CHUNK)
+                    state, dstate = (
+                        plgpu.load(x[name].at[:, size], layout=WGMMA).astype(jnp.float32) for name in STATES
+                    )
+                    total += jnp.sum(state * dstate, 1)
+            if "do" in x:
+                scores = unit.add(scores, (x["do"], x["rows"].transpose((1, 0))))
+                dq = unit.add(dq, (x["do"], x["states"]))
+            return scores, dq, dw, total
+
+        vector = jnp.sum(zeros(*SQUARE), 1)
+        sums = (zeros(*SQUARE), zeros(CHUNK, plan.key_dim), vector, vector)
+        scores, dq, dw, total = self.each_slice(i, use, *sums)
+        plgpu.barrier_wait(s["keys_loaded"])
+        parts = {"WRITE": dw}
+        if "do" in self.given:
+            row, column = index(0), index(1)
+            scores = scores * (plan.scale * plan.within(gates, row, column))
+            scores = jnp.where(row >= column, scores, 0.0)
+            s["scores"][...] = scores.astype(plan.dtype)
+            plgpu.commit_smem()
+            plgpu.barrier_arrive(s["scored"])
+            if plan.scale != 1.0:
+                dq *= plan.scale
+            if plan.decays:
+                dq *= rows(gates.at[Gates.ENTRY], plan.key_dim)
+                change = scores * unit.product(SQUARE, (s["q"], s["k"].transpose((1, 0))))
+                parts["SUM_QUERIES"] = jnp.sum(change, 1) + _row_products(s["q"], dq)
+                parts["MINUS_QUERIES"] = jnp.sum(change, 0)
+            dq = unit.add(dq, (s["scores"], s["k"]))
+            s["dq"][...] = dq.astype(plan.dtype)
+            plgpu.commit_smem()
+            plgpu.copy_smem_to_gmem(s["dq"], self.made["dq"].at[b, tokens, h])
+        if plan.decays:
+            parts["TOTAL"] = total * gates[Gates.ENTRY, CHUNK - 1]
+        self.put((b, h, n), **parts)
+        self.finish(i)
+
+    def keys(self, i: Array, unit: MatrixUnit) -> None:
+        """dk, da, and what L and the leaving state have of dc."""
+        s, plan, gates = self.s, self.plan, self.start(i)
+        b, h, n = self.place(i)
+
+        def use(x: Refs, j: int, erasures: Array, entering: Array, dk: Array) -> tuple[Array, ...]:
+            dk = unit.add(dk, (x["rows"], x["dstates"]))
+            if plan.erases:
+                erasures = unit.add(erasures, (x["drows"], x["rows"].transpose((1, 0))))
+                entering = unit.add(entering, (x["drows"], x["states"]))
+            return erasures, entering, dk
+
+        wide = zeros(CHUNK, plan.key_dim)
+        erasures, entering, dk = self.each_slice(i, use, zeros(*SQUARE), wide, wide)
+        plgpu.barrier_wait(s["keys_loaded"])
+        parts = {}
+        if plan.decays:
+            dk *= rows(gates.at[Gates.EXIT], plan.key_dim)
+            parts["EXIT"] = _row_products(s["k"], dk)
+        if plan.erases:
+            row, column = index(0), index(1)
+            erasures = -erasures * plan.within(gates, row, column)
+            erasures = jnp.where(row > column, erasures, 0.0)
+            change = erasures * unit.product(SQUARE, (s["k"], s["k"].transpose((1, 0))))
+            overlap = _row_products(s["k"], entering)
+            erase, read, entry = (
+                plgpu.load(gates.at[name], layout=WGMMA.reduce(1))
+                for name in (Gates.ERASE, Gates.READ, Gates.ENTRY)
+            )
+            parts["ERASE"] = jnp.sum(change, 1) - entry * overlap
+            factor = lax.broadcast_in_dim(erase, SQUARE, [0])
+            if plan.decays:
+                change *= factor
+                parts["SUM_KEYS"] = jnp.sum(change, 1) - read * overlap
+                parts["MINUS_KEYS"] = jnp.sum(change, 0)
+            s["erasures"][...] = (erasures * factor).astype(plan.dtype)
+            plgpu.commit_smem()
+            dk -= entering * lax.broadcast_in_dim(read, dk.shape, [0])
+            dk = unit.add(dk, (s["erasures"], s["k"]))
+            dk = unit.add(dk, (s["erasures"].transpose((1, 0)), s["k"]))
+        if "do" in self.given:
+            plgpu.barrier_wait(s["scored"])
+            dk = unit.add(dk, (s["scores"].transpose((1, 0)), s["q"]))
+        s["dk"][...] = dk.astype(plan.dtype)
+        plgpu.commit_smem()
+        plgpu.copy_smem_to_gmem(s["dk"], self.made["dk"].at[b, pl.ds(n * CHUNK, CHUNK), h])
+        if parts:
+            self.put((b, h, n), **parts)
+        self.finish(i)
+
+
+def _row_products(ref: Any, x: Array) -> Array:
+    """The dot product of each row of `ref` with that of x."""
+    total = jnp.sum(zeros(*SQUARE), 1)
+    for start in range(0, x.shape[1], CHUNK):
+        part = plgpu.load(ref.at[:, pl.ds(start, CHUNK)], layout=WGMMA).astype(jnp.float32)
+        total += jnp.sum(part * x[:, start : start + CHUNK], 1)
+    return total

@@ -1,0 +1,107 @@
+"""Mosaic GPU, Hopper: the gradient of the state, from the last chunk to the first.
+
+With dS the gradient of the state that leaves a chunk, and dD of its rows,
+
+    dD = Pᵀ dO + e^{c_C − c} ⊙ K dS,   dR = Tᵀ dD,
+    dS ← e^{c_C} dS + (scale · e^c ⊙ Q)ᵀ dO − (a e^c ⊙ K)ᵀ dR,
+
+where dR is the gradient of w ⊙ V − a e^c ⊙ K S, from which the rows were solved. Transposed like the forward kernel.
+"""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.mosaic import WGMMA, columns, tiled
+from pallas_kernels.rank_one.layout import CHUNK, COLUMNS, Gates, Plan
+from pallas_kernels.rank_one.stream_sm90 import Refs, each_chunk, matrix_unit, run_stream, worker_columns
+
+SQUARE = (COLUMNS, CHUNK)
+
+
+class StateGradients(NamedTuple):
+    """What `backward_states` returns."""
+
+    initial_state: Array  # dSᵀ [B, HV, V, K] float32
+    states: Array  # dSᵀ as it enters each chunk from behind [B, HV, N, V, K] 16-bit
+    rows: Array  # dR [B, T, HV, V] 16-bit
+
+
+def backward_states(
+    q: Array | None,
+    k: Array,
+    do: Array | None,
+    inverse: Array | None,
+    gates: Array,
+    final_state: Array,
+    plan: Plan,
+) -> StateGradients:
+    """Run the recurrence of the state's gradient.
+
+    Args:
+        q: [B, T, H, K] 16-bit, T a multiple of the chunk size; None, with do, if nothing was read out.
+        k: like q.
+        do: gradient of the outputs [B, T, HV, V] 16-bit.
+        inverse: T of every chunk [B, HV, N, C, C] 16-bit; None if nothing is erased.
+        gates: [B, HV, N, rows, C] float32; see `layout.Gates`.
+        final_state: gradient of the final state, dSᵀ [B, HV, V, K] float32.
+        plan: sizes and features of this call.
+    """
+    batch, time, _, _ = k.shape
+    states = (*final_state.shape[:2], plan.chunks, *final_state.shape[2:])
+    outputs = {
+        "initial_state": jax.ShapeDtypeStruct(final_state.shape, jnp.float32),
+        "states": jax.ShapeDtypeStruct(states, plan.dtype),
+        "rows": jax.ShapeDtypeStruct((batch, time, plan.value_heads, plan.value_dim), plan.dtype),
+    }
+    scratch: dict[str, Any] = {
+        "states": tiled(plan.warpgroups, COLUMNS, plan.key_dim, dtype=plan.dtype),
+        "rows": tiled(plan.warpgroups, CHUNK, COLUMNS, dtype=plan.dtype),
+    }
+    inputs = {"q": q, "k": k, "do": do, "inverse": inverse, "gates": gates, "final_state": final_state}
+
+    def work(given: Refs, made: Refs, s: Refs, worker: Array) -> None:
+        _recur(given, made, s, worker, plan)
+
+    made = run_stream(work, "rank_one_backward_states", inputs, outputs, scratch, plan, reverse=True)
+    return StateGradients(**made)
+
+
+def _recur(given: Refs, made: Refs, s: Refs, worker: Array, plan: Plan) -> None:
+    b, h, mine = lax.axis_index("b"), lax.axis_index("h"), worker_columns(worker, plan)
+    unit = matrix_unit(s, worker)
+
+    def chunk(i: Array, c: Refs, state: Array) -> Array:
+        half = state.astype(plan.dtype)
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        s["states"].at[worker][...] = half
+        row = unit.product(SQUARE, (half, c["k"].transpose((1, 0))))
+        if plan.decays:
+            row *= columns(c["gates"].at[Gates.EXIT])
+            state *= c["gates"][Gates.ENTRY, CHUNK - 1]
+        if "do" in given:
+            do = plgpu.load(c["do"].at[worker].transpose((1, 0)), layout=WGMMA)
+            plgpu.barrier_wait(c["scored"])
+            row = unit.add(row, (do, c["scores"]))
+            if plan.decays or plan.scale != 1.0:
+                do = (do.astype(jnp.float32) * columns(c["gates"].at[Gates.ENTRY]) * plan.scale).astype(
+                    plan.dtype
+                )
+            state = unit.add(state, (do, c["q"]))
+        if plan.erases:
+            row = unit.product(SQUARE, (row.astype(plan.dtype), c["inverse"]))
+            erased = (-columns(c["gates"].at[Gates.READ]) * row).astype(plan.dtype)
+            state = unit.add(state, (erased, c["k"]))
+        s["rows"].at[worker].transpose((1, 0))[...] = row.astype(plan.dtype)
+        plgpu.commit_smem()
+        plgpu.copy_smem_to_gmem(s["states"].at[worker], made["states"].at[b, h, i, mine])
+        plgpu.copy_smem_to_gmem(s["rows"].at[worker], made["rows"].at[b, pl.ds(i * CHUNK, CHUNK), h, mine])
+        return state
+
+    state = plgpu.load(given["final_state"].at[b, h, mine], layout=WGMMA, optimized=False)
+    made["initial_state"].at[b, h, mine][...] = each_chunk(chunk, state, s, plan, reverse=True)
+    plgpu.wait_smem_to_gmem(0)

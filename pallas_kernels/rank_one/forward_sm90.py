@@ -1,0 +1,121 @@
+"""Mosaic GPU, Hopper: the recurrence over chunks, outputs and states.
+
+With S the state that enters a chunk, T the chunk's inverse and P = scale · Tril(Q Kᵀ ⊙ Γ),
+
+    D = T (w ⊙ V − a e^c ⊙ K S),   O = scale · e^c ⊙ Q S + P D,   S ← e^{c_C} S + (e^{c_C − c} ⊙ K)ᵀ D.
+
+All of it is done transposed: a warpgroup holds 64 columns of S as the 64 rows of Sᵀ in registers. Then every product
+has its left factor in registers, where the last product left it, and its right factor in shared memory as it was
+loaded.
+"""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.mosaic import WGMMA, columns, tiled, zeros
+from pallas_kernels.rank_one.layout import CHUNK, COLUMNS, Gates, Plan
+from pallas_kernels.rank_one.stream_sm90 import Refs, each_chunk, matrix_unit, run_stream, worker_columns
+
+SQUARE = (COLUMNS, CHUNK)
+
+
+class Results(NamedTuple):
+    """What `forward` returns; None where it was not asked for."""
+
+    o: Array | None  # [B, T, HV, V] 16-bit
+    final_state: Array  # Sᵀ [B, HV, V, K] float32
+    states: Array | None  # Sᵀ as it enters each chunk [B, HV, N, V, K] 16-bit
+    rows: Array | None  # D [B, T, HV, V] 16-bit
+
+
+def forward(
+    q: Array | None,
+    k: Array,
+    v: Array,
+    inverse: Array | None,
+    gates: Array,
+    initial_state: Array | None,
+    plan: Plan,
+    *,
+    residuals: bool = False,
+) -> Results:
+    """Run the recurrence; `residuals` adds `states` and `rows`, which the backward kernels need.
+
+    Args:
+        q: [B, T, H, K] 16-bit, T a multiple of the chunk size; None reads nothing out.
+        k: like q.
+        v: [B, T, HV, V] 16-bit.
+        inverse: T of every chunk [B, HV, N, C, C] 16-bit (see `solve_sm90`); None if nothing is erased.
+        gates: [B, HV, N, rows, C] float32; see `layout.Gates`.
+        initial_state: Sᵀ [B, HV, V, K] float32, or None for zeros.
+        plan: sizes and features of this call.
+        residuals: see above.
+    """
+    shape_s = (*v.shape[:1], *v.shape[2:], k.shape[3])
+    outputs = {"final_state": jax.ShapeDtypeStruct(shape_s, jnp.float32)}
+    scratch: dict[str, Any] = {}
+    if q is not None:
+        outputs["o"] = jax.ShapeDtypeStruct(v.shape, plan.dtype)
+        scratch["o"] = tiled(plan.warpgroups, CHUNK, COLUMNS, dtype=plan.dtype)
+    if residuals:
+        outputs["states"] = jax.ShapeDtypeStruct((*shape_s[:2], plan.chunks, *shape_s[2:]), plan.dtype)
+        outputs["rows"] = jax.ShapeDtypeStruct(v.shape, plan.dtype)
+        scratch["states"] = tiled(plan.warpgroups, COLUMNS, plan.key_dim, dtype=plan.dtype)
+        scratch["rows"] = tiled(plan.warpgroups, CHUNK, COLUMNS, dtype=plan.dtype)
+    inputs = {"q": q, "k": k, "v": v, "inverse": inverse, "gates": gates, "initial_state": initial_state}
+
+    def work(given: Refs, made: Refs, s: Refs, worker: Array) -> None:
+        _recur(given, made, s, worker, plan)
+
+    made = run_stream(work, "rank_one_forward", inputs, outputs, scratch, plan)
+    return Results(made.get("o"), made["final_state"], made.get("states"), made.get("rows"))
+
+
+def _recur(given: Refs, made: Refs, s: Refs, worker: Array, plan: Plan) -> None:
+    b, h, mine = lax.axis_index("b"), lax.axis_index("h"), worker_columns(worker, plan)
+    unit = matrix_unit(s, worker)
+
+    def chunk(i: Array, c: Refs, state: Array) -> Array:
+        half = state.astype(plan.dtype)
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        if "states" in made:
+            s["states"].at[worker][...] = half
+        v = plgpu.load(c["v"].at[worker].transpose((1, 0)), layout=WGMMA)
+        row = v.astype(jnp.float32) * columns(c["gates"].at[Gates.WRITE])
+        if plan.erases:
+            row -= columns(c["gates"].at[Gates.READ]) * unit.product(SQUARE, (half, c["k"].transpose((1, 0))))
+            row = unit.product(SQUARE, (row.astype(plan.dtype), c["inverse"].transpose((1, 0))))
+        row16 = row.astype(plan.dtype)
+        if "o" in made:
+            o = unit.product(SQUARE, (half, c["q"].transpose((1, 0))))
+            if plan.decays:
+                o *= columns(c["gates"].at[Gates.ENTRY])
+            if plan.scale != 1.0:
+                o *= plan.scale
+            plgpu.barrier_wait(c["scored"])
+            o = unit.add(o, (row16, c["scores"].transpose((1, 0))))
+            s["o"].at[worker].transpose((1, 0))[...] = o.astype(plan.dtype)
+        if "rows" in made:
+            s["rows"].at[worker].transpose((1, 0))[...] = row16
+        plgpu.commit_smem()
+        for name in ("o", "rows"):
+            if name in made:
+                tokens = pl.ds(i * CHUNK, CHUNK)
+                plgpu.copy_smem_to_gmem(s[name].at[worker], made[name].at[b, tokens, h, mine])
+        if "states" in made:
+            plgpu.copy_smem_to_gmem(s["states"].at[worker], made["states"].at[b, h, i, mine])
+        if plan.decays:
+            state *= c["gates"][Gates.ENTRY, CHUNK - 1]
+            row16 = (row * columns(c["gates"].at[Gates.EXIT])).astype(plan.dtype)
+        return unit.add(state, (row16, c["k"]))
+
+    state = zeros(COLUMNS, plan.key_dim)
+    if "initial_state" in given:
+        state = plgpu.load(given["initial_state"].at[b, h, mine], layout=WGMMA, optimized=False)
+    made["final_state"].at[b, h, mine][...] = each_chunk(chunk, state, s, plan)
+    plgpu.wait_smem_to_gmem(0)

@@ -1,0 +1,71 @@
+"""The gate array that the kernels read, in plain XLA."""
+
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from pallas_kernels.rank_one.layout import CHUNK, Gates
+
+EARLIER = np.tri(CHUNK, dtype=bool)[None, None, None]  # [..., i, j]: token j is not after token i
+FORGET = -200.0  # e^FORGET is 0 in float32, and sums with it keep their digits, unlike those with −inf
+
+
+def chunked(x: Array) -> Array:
+    """[B, T, HV] → [B, HV, N, C], zeros after the end."""
+    batch, time, heads = x.shape
+    x = jnp.pad(x, [(0, 0), (0, -time % CHUNK), (0, 0)])
+    return jnp.moveaxis(x, 2, 1).reshape(batch, heads, -1, CHUNK)
+
+
+def unchunked(x: Array, time: int) -> Array:
+    """[B, HV, N, C] → [B, T, HV]."""
+    return jnp.moveaxis(x.reshape(*x.shape[:2], -1)[..., :time], 1, 2)
+
+
+def decay_sums(log_decay: Array | None, write: Array, restart: Array | None) -> Array:
+    """Return c [B, HV, N, C]: the log-decays summed from the start of the chunk or, inside it, of the document.
+
+    Args:
+        log_decay: [B, T, HV] float32, or None for zeros; −inf forgets all.
+        write: [B, T, HV], for the shape.
+        restart: [B, T], True where the state restarts, or None.
+    """
+    if log_decay is None:
+        return jnp.zeros_like(chunked(write))
+    decay = jnp.maximum(chunked(log_decay), FORGET)
+    summed = EARLIER
+    if restart is not None:
+        cut, document = documents(restart)
+        decay = jnp.where(cut, 0.0, decay)  # nothing is left that it could act on
+        summed = EARLIER & (document[..., None] == document[..., None, :])
+    return jnp.sum(jnp.where(summed, decay[..., None, :], 0.0), -1)
+
+
+def documents(restart: Array) -> tuple[Array, Array]:
+    """Return, both [B, 1, N, C], where documents begin and how many began in the chunk so far (float32)."""
+    cut = chunked(restart[..., None].astype(jnp.float32))
+    return cut > 0.0, jnp.sum(jnp.where(EARLIER, cut[..., None, :], 0.0), -1)
+
+
+def gate_rows(erase: Array | None, write: Array, sums: Array, restart: Array | None) -> Array:
+    """Return the gate array [B, HV, N, rows, C] in float32 (`layout.Gates`).
+
+    Args:
+        erase: [B, T, HV], or None for zeros.
+        write: [B, T, HV].
+        sums: c [B, HV, N, C], from `decay_sums`.
+        restart: [B, T], True where the state restarts, or None.
+    """
+    write = chunked(write)
+    erase = jnp.zeros_like(write) if erase is None else chunked(erase)
+    entry, leaving = jnp.exp(sums), jnp.exp(sums[..., -1:] - sums)
+    rows = {Gates.SUM: sums, Gates.SUM_AGAIN: sums}
+    if restart is not None:
+        _, document = documents(restart)
+        kept = document == document[..., -1:]
+        entry = jnp.where(document == 0.0, entry, 0.0)
+        leaving = jnp.where(kept, jnp.exp(jnp.where(kept, sums[..., -1:] - sums, 0.0)), 0.0)
+        rows |= {Gates.DOCUMENT: document, Gates.DOCUMENT_AGAIN: document}
+    rows |= {Gates.ERASE: erase, Gates.READ: erase * entry, Gates.WRITE: write}
+    rows |= {Gates.ENTRY: entry, Gates.EXIT: leaving}
+    return jnp.stack([jnp.broadcast_to(rows[row], sums.shape) for row in sorted(rows)], -2)

@@ -1,0 +1,192 @@
+"""The recurrence on a Hopper GPU: arguments, padding, kernels in order, gradients.
+
+S ← e^g (I − a k kᵀ) S + w k vᵀ,      o = scale · Sᵀ q
+"""
+
+from functools import partial
+from typing import cast
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jax.ad_checkpoint import checkpoint_name
+from jaxtyping import Bool, Float
+
+from pallas_kernels.device import Unsupported, check_hopper, interpretation
+from pallas_kernels.rank_one.backward_chunks_sm90 import Parts, backward_chunks
+from pallas_kernels.rank_one.backward_states_sm90 import backward_states
+from pallas_kernels.rank_one.forward_sm90 import forward
+from pallas_kernels.rank_one.gates import decay_sums, gate_rows, unchunked
+from pallas_kernels.rank_one.layout import CHUNK, COLUMNS, Plan
+from pallas_kernels.rank_one.solve_sm90 import solve
+
+DTYPES = (jnp.bfloat16, jnp.float16)
+LARGEST_KEY = 128
+RESIDUALS = ("rank_one_inverse", "rank_one_states", "rank_one_rows")  # names for policies of jax.checkpoint
+
+
+def check(q: Array | None, k: Array, v: Array, *others: Array | None) -> None:
+    """Raise `Unsupported` if the kernels cannot serve here; the message says why."""
+    check_hopper()
+    for name, x in (("q", q), ("v", v)):
+        if x is not None and x.dtype != k.dtype:
+            raise Unsupported(
+                f"{name} is {x.dtype} and k {k.dtype}; the kernels need one dtype for q, k and v"
+            )
+    if k.dtype not in DTYPES:
+        raise Unsupported(f"q, k and v are {k.dtype}; the kernels multiply bfloat16 or float16")
+    if any(x is not None and x.dtype == jnp.float64 for x in others):
+        raise Unsupported("a gate or the state is float64; the kernels keep the state in float32")
+    if not 0 < k.shape[3] <= LARGEST_KEY:
+        raise Unsupported(f"keys have {k.shape[3]} entries; the kernels hold 1 to {LARGEST_KEY}")
+    if 0 in (v.shape[0], *v.shape[2:]):
+        raise Unsupported(
+            f"v has shape {v.shape}; the kernels need one entry at least on every axis but time"
+        )
+
+
+def rank_one(
+    q: Float[Array, "B T H K"] | None,
+    k: Float[Array, "B T H K"],
+    v: Float[Array, "B T HV V"],
+    erase: Float[Array, "B T HV"] | None,
+    write: Float[Array, "B T HV"] | None,
+    log_decay: Float[Array, "B T HV"] | None,
+    restart: Bool[Array, "B T"] | None,
+    initial_state: Float[Array, "B HV K V"],
+    *,
+    scale: float = 1.0,
+) -> tuple[Float[Array, "B T HV V"] | None, Float[Array, "B HV K V"]]:
+    """Evaluate the recurrence; differentiable once in all its floating-point arguments.
+
+    Args:
+        q: queries, bfloat16 or float16; None reads nothing out.
+        k: keys, in the dtype of q; key head h serves the value heads h·HV/H to (h + 1)·HV/H − 1.
+        v: values, in the dtype of q.
+        erase: a, float32; None is 0, and then nothing needs to be solved.
+        write: w, float32; None is 1.
+        log_decay: g ≤ 0, float32; None is 0.
+        restart: True where the state is zeroed before the token.
+        initial_state: float32.
+        scale: of the queries.
+
+    Returns:
+        o in v's dtype, and the final state in float32.
+
+    Raises:
+        Unsupported: not a Hopper GPU, or dtypes and sizes that the kernels do not have.
+    """
+    check(q, k, v, erase, write, log_decay, initial_state)
+    plan = make_plan(q, k, v, erase, log_decay, restart, scale)
+    padding = -k.shape[1] % CHUNK
+    k = _pad(k, padding, plan.key_dim)
+    q = None if q is None else _pad(q, padding, plan.key_dim)
+    state = jnp.swapaxes(_pad_state(initial_state, plan), 2, 3)
+    if write is None:
+        write = jnp.ones(v.shape[:3], jnp.float32)
+    results = _evaluate(plan, q, k, _pad(v, padding, plan.value_dim), erase, write, log_decay, restart, state)
+    o, state = cast(tuple[Array | None, Array], results)
+    width, depth = initial_state.shape[2:]
+    o = None if o is None else o[:, : v.shape[1], :, : v.shape[3]]
+    return o, jnp.swapaxes(state, 2, 3)[:, :, :width, :depth]
+
+
+def make_plan(
+    q: Array | None,
+    k: Array,
+    v: Array,
+    erase: Array | None,
+    log_decay: Array | None,
+    restart: Array | None,
+    scale: float,
+) -> Plan:
+    """Choose sizes and features for a call."""
+    key_dim, value_dim = (-(-x.shape[3] // COLUMNS) * COLUMNS for x in (k, v))
+    # Two warpgroups share the loaded keys, unless the columns of the state then go to too few multiprocessors.
+    blocks = k.shape[0] * v.shape[2] * value_dim // COLUMNS
+    together = value_dim % (2 * COLUMNS) == 0 and blocks > MULTIPROCESSORS
+    return Plan(
+        chunks=-(-k.shape[1] // CHUNK),
+        value_heads=v.shape[2],
+        key_dim=key_dim,
+        value_dim=value_dim,
+        erases=erase is not None,
+        decays=log_decay is not None or restart is not None,
+        packed=restart is not None,
+        reads=q is not None,
+        dtype=k.dtype,
+        scale=scale,
+        warpgroups=2 if together else 1,
+        interpret=interpretation(),
+    )
+
+
+MULTIPROCESSORS = 132
+
+
+def _pad(x: Array, time: int, width: int) -> Array:
+    """Zeros after the end of time and of the head: they write, erase and read nothing."""
+    return jnp.pad(x, [(0, 0), (0, time), (0, 0), (0, width - x.shape[3])])
+
+
+def _pad_state(state: Array, plan: Plan) -> Array:
+    width, depth = state.shape[2:]
+    return jnp.pad(state, [(0, 0), (0, 0), (0, plan.key_dim - width), (0, plan.value_dim - depth)])
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _evaluate(plan, q, k, v, erase, write, log_decay, restart, state):
+    gates = gate_rows(erase, write, decay_sums(log_decay, write, restart), restart)
+    inverse = solve(k, gates, plan) if plan.erases else None
+    results = forward(q, k, v, inverse, gates, state, plan.staged(3))
+    return results.o, results.final_state
+
+
+def _evaluate_forward(plan, q, k, v, erase, write, log_decay, restart, state):
+    gates = gate_rows(erase, write, decay_sums(log_decay, write, restart), restart)
+    inverse = solve(k, gates, plan) if plan.erases else None
+    results = forward(q, k, v, inverse, gates, state, plan.staged(2), residuals=True)
+    kept = (inverse, results.states, results.rows)
+    kept = tuple(
+        x if x is None else checkpoint_name(x, name) for x, name in zip(kept, RESIDUALS, strict=True)
+    )
+    return (results.o, results.final_state), (q, k, v, erase, write, log_decay, restart, *kept)
+
+
+def _evaluate_backward(plan, residuals, cotangents):
+    q, k, v, erase, write, log_decay, restart, inverse, states, row_values = residuals
+    do, dstate = cotangents
+    sums, transpose = jax.vjp(lambda g: decay_sums(g, write, restart), log_decay)
+    gates = gate_rows(erase, write, sums, restart)
+    found = backward_states(q, k, do, inverse, gates, dstate, plan.staged(2))
+    grads = backward_chunks(q, k, v, do, row_values, found.rows, states, found.states, gates, plan)
+    parts = {part: grads.gates[..., part, :] for part in Parts}
+    time = write.shape[1]
+    derase = unchunked(parts[Parts.ERASE], time) if plan.erases else None
+    dwrite = unchunked(parts[Parts.WRITE], time)
+    (dlog_decay,) = transpose(_sum_gradient(parts, plan)) if log_decay is not None else (None,)
+    group = plan.value_heads // k.shape[2]
+    dq, dk = (_sum_group(x, group) for x in (grads.q, grads.k))
+    return dq, dk, grads.v, derase, dwrite, dlog_decay, None, found.initial_state
+
+
+_evaluate.defvjp(_evaluate_forward, _evaluate_backward)
+
+
+def _sum_gradient(parts: dict[Parts, Array], plan: Plan) -> Array:
+    """The gradient of the decay sums c [B, HV, N, C]."""
+    change, last = -parts[Parts.EXIT], parts[Parts.EXIT].sum(-1) + parts[Parts.TOTAL].sum(-1)
+    if plan.reads:
+        change += parts[Parts.SUM_QUERIES] - parts[Parts.MINUS_QUERIES]
+    if plan.erases:
+        change += parts[Parts.SUM_KEYS] - parts[Parts.MINUS_KEYS]
+    return change.at[..., -1].add(last)
+
+
+def _sum_group(x: Array | None, group: int) -> Array | None:
+    """Add up, in float32, what the value heads of a key head ask of it."""
+    if x is None or group == 1:
+        return x
+    batch, time, heads, width = x.shape
+    x = x.reshape(batch, time, heads // group, group, width)
+    return x.astype(jnp.float32).sum(3).astype(x.dtype)

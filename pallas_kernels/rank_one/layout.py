@@ -1,0 +1,88 @@
+"""What the kernels of the family share: chunk size, the rows of the gate array, and the plan of a call."""
+
+import dataclasses
+import enum
+from dataclasses import dataclass
+from typing import Any
+
+import jax.numpy as jnp
+from jax import Array
+
+from pallas_kernels.mosaic import columns, rows
+
+CHUNK = 64  # tokens of a chunk
+SHARED_MEMORY = 226 * 1024  # bytes of it that a block can use for buffers
+COLUMNS = 64  # columns of the state that one warpgroup holds: the rows of one wgmma
+
+
+class Gates(enum.IntEnum):
+    """Rows of the gate array [B, HV, N, rows, C]: one float32 value a token and value head.
+
+    A vector in shared memory can be read along one axis of a matrix only, so those needed along both stand twice.
+    """
+
+    ERASE = 0  # a
+    READ = 1  # a e^c, the erasing factor on what the entering state holds
+    WRITE = 2  # w
+    ENTRY = 3  # e^c: what is left of the entering state at this token
+    EXIT = 4  # e^{c_C - c}: what is left of this token's row at the chunk's end
+    SUM = 5  # c, the log-decays summed from the chunk's start
+    SUM_AGAIN = 6
+    DOCUMENT = 7  # packed only: restarts so far in the chunk
+    DOCUMENT_AGAIN = 8
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Sizes and features of one call; all static."""
+
+    chunks: int
+    value_heads: int
+    key_dim: int
+    value_dim: int
+    erases: bool  # a is not identically 0
+    decays: bool  # g is given, or documents are packed
+    packed: bool
+    reads: bool = True  # outputs are asked for
+    dtype: Any = jnp.bfloat16  # of the factors of all products: bfloat16 or float16
+    interpret: Any = None
+    warpgroups: int = 1  # that share a block, each with 64 columns of the state
+    stages: int = 2  # chunks in flight
+    scale: float = 1.0  # of the queries
+
+    def staged(self, most: int) -> "Plan":
+        """With as many stages as fit beside the results, at most `most`."""
+        chunk = (
+            CHUNK * (2 * self.key_dim + self.warpgroups * COLUMNS + 2 * CHUNK) * 2
+            + self.gate_rows * CHUNK * 4
+        )
+        results = self.warpgroups * COLUMNS * CHUNK * 2
+        if most == 2:  # kernels that keep what the backward pass needs
+            return self
+        return dataclasses.replace(self, stages=min(most, (SHARED_MEMORY - results) // chunk))
+
+    @property
+    def registers(self) -> tuple[int, int]:
+        """Registers of each thread that computes, and that loads.
+
+        Together no more than the block starts with (168 a thread for three warpgroups), or it waits for ever.
+        """
+        return (208, 88) if self.warpgroups == 2 else (240, 96)
+
+    @property
+    def gate_rows(self) -> int:
+        """Rows of the gate array."""
+        return 9 if self.packed else 7
+
+    def within(self, gates: Any, row: Array, column: Array) -> Array | float:
+        """Γ: what is left of row j's write at row i ≥ j; anything above the diagonal."""
+        if not self.decays:
+            return 1.0
+        size = row.shape
+        kept = row >= column
+        if self.packed:
+            kept &= rows(gates.at[Gates.DOCUMENT], size[1]) == columns(
+                gates.at[Gates.DOCUMENT_AGAIN], size[0]
+            )
+        exponent = rows(gates.at[Gates.SUM], size[1]) - columns(gates.at[Gates.SUM_AGAIN], size[0])
+        return jnp.exp(jnp.where(kept, exponent, -jnp.inf))

@@ -1,0 +1,182 @@
+"""Mosaic GPU, Hopper: chunks flow through shared memory, in order or in reverse, past warpgroups that carry a state.
+
+Each of a block's first warpgroups ("workers") carries 64 columns of the state. The last one keeps `plan.stages` chunks
+loaded, and computes their scores P = scale · Tril(Q Kᵀ ⊙ Γ) ahead of the workers.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.mosaic import MatrixUnit, index, tiled
+from pallas_kernels.rank_one.layout import CHUNK, COLUMNS, Plan
+
+Refs = dict[str, Any]
+OF_KEYS = ("q", "k")  # [B, T, H, K]
+OF_CHUNKS = ("inverse", "gates")  # [B, HV, N, ...]
+OF_COLUMNS = ("v", "do")  # [B, T, HV, V]; each worker takes its 64 columns
+
+
+def run_stream(
+    work: Callable[[Refs, Refs, Refs, Any], None],
+    name: str,
+    inputs: dict[str, Any],
+    outputs: dict[str, Any],
+    scratch: dict[str, Any],
+    plan: Plan,
+    *,
+    reverse: bool = False,
+) -> dict[str, Array]:
+    """Launch a kernel whose workers run `work(inputs, outputs, scratch, worker)`; returns the outputs by name.
+
+    Args:
+        work: must pass through all chunks by `each_chunk`.
+        name: of the kernel.
+        inputs: arrays by name; None is left out.
+        outputs: `jax.ShapeDtypeStruct` by name.
+        scratch: the workers' own shared memory.
+        plan: sizes and features of this call.
+        reverse: from the last chunk to the first.
+    """
+    inputs = {key: x for key, x in inputs.items() if x is not None}
+    scratch = _stage_scratch(inputs, plan) | scratch
+    batch, _, heads, _ = inputs["k"].shape
+
+    def body(*refs):
+        given = dict(zip(inputs, refs, strict=False))
+        made = dict(zip(outputs, refs[len(inputs) :], strict=True))
+
+        def run(s: Refs) -> None:
+            wg = lax.axis_index("wg")
+
+            @pl.when(wg == plan.warpgroups)
+            def _():
+                plgpu.set_max_registers(plan.registers[1], action="decrease")
+                _load_and_score(given, s, plan, plan.value_heads // heads, reverse)
+
+            @pl.when(wg < plan.warpgroups)
+            def _():
+                plgpu.set_max_registers(plan.registers[0], action="increase")
+                work(given, made, s, wg)
+
+        pl.run_scoped(run, scratch, collective_axes="wg")
+
+    results = plgpu.kernel(
+        body,
+        out_type=tuple(outputs.values()),
+        grid=(plan.value_dim // (COLUMNS * plan.warpgroups), plan.value_heads, batch),
+        grid_names=("j", "h", "b"),
+        num_threads=plan.warpgroups + 1,
+        thread_name="wg",
+        interpret=plan.interpret,
+        kernel_name=name,
+    )(*inputs.values())
+    return dict(zip(outputs, results, strict=True))
+
+
+def each_chunk(
+    chunk: Callable[[Array, Refs, Array], Array], state: Array, s: Refs, plan: Plan, *, reverse: bool = False
+) -> Array:
+    """Carry `state` through chunk(number, the chunk's buffers, state) for all chunks; for workers."""
+
+    def step(i: Array, state: Array) -> Array:
+        slot = lax.rem(i, plan.stages)
+        plgpu.barrier_wait(s["loaded"].at[slot])
+        buffers = {
+            key: s[key].at[slot]
+            for key in (*OF_KEYS, *OF_CHUNKS, *OF_COLUMNS, "scores", "scored")
+            if key in s
+        }
+        state = chunk(plan.chunks - 1 - i if reverse else i, buffers, state)
+
+        @pl.when(i + plan.stages < plan.chunks)  # otherwise no one waits
+        def _():
+            plgpu.barrier_arrive(s["consumed"].at[slot])
+
+        return state
+
+    return lax.fori_loop(0, plan.chunks, step, state)
+
+
+def worker_columns(worker: Array | int, plan: Plan) -> Any:
+    """The slice of V that a worker has."""
+    return pl.ds((lax.axis_index("j") * plan.warpgroups + worker) * COLUMNS, COLUMNS)
+
+
+def matrix_unit(s: Refs, wg: Any) -> MatrixUnit:
+    """The products of one warpgroup."""
+    staging = s.get("staging")
+    return MatrixUnit(staging and {size: buffer.at[wg] for size, buffer in staging.items()})
+
+
+def _stage_scratch(inputs: dict[str, Any], plan: Plan) -> dict[str, Any]:
+    stages, workers, width = plan.stages, plan.warpgroups, plan.key_dim
+    loads = sum(name in inputs for name in (*OF_KEYS, *OF_CHUNKS))
+    loads += workers * sum(name in inputs for name in OF_COLUMNS)
+    scratch: dict[str, Any] = {
+        name: tiled(stages, CHUNK, width, dtype=plan.dtype) for name in OF_KEYS if name in inputs
+    }
+    scratch |= {
+        name: tiled(stages, workers, CHUNK, COLUMNS, dtype=plan.dtype)
+        for name in OF_COLUMNS
+        if name in inputs
+    }
+    scratch["gates"] = plgpu.SMEM((stages, plan.gate_rows, CHUNK), jnp.float32)
+    scratch["loaded"] = plgpu.Barrier(num_arrivals=loads, num_barriers=stages)
+    scratch["consumed"] = plgpu.Barrier(num_arrivals=workers, num_barriers=stages)
+    if "inverse" in inputs:
+        scratch["inverse"] = tiled(stages, CHUNK, CHUNK, dtype=plan.dtype)
+    if "q" in inputs:
+        scratch["scores"] = tiled(stages, CHUNK, CHUNK, dtype=plan.dtype)
+        scratch["scored"] = plgpu.Barrier(num_barriers=stages)
+    if plan.interpret:
+        scratch["staging"] = {
+            size: tiled(workers + 1, COLUMNS, size, dtype=plan.dtype) for size in {CHUNK, width}
+        }
+    return scratch
+
+
+def _load_and_score(given: Refs, s: Refs, plan: Plan, group: int, reverse: bool) -> None:
+    b, h = lax.axis_index("b"), lax.axis_index("h")
+    unit = matrix_unit(s, plan.warpgroups)
+
+    def load(i: Array) -> None:
+        slot = lax.rem(i, plan.stages)
+        chunk = plan.chunks - 1 - i if reverse else i
+        ready, tokens = s["loaded"].at[slot], pl.ds(chunk * CHUNK, CHUNK)
+        for name, source in given.items():
+            if name in OF_KEYS:
+                plgpu.copy_gmem_to_smem(source.at[b, tokens, h // group], s[name].at[slot], ready)
+            elif name in OF_CHUNKS:
+                plgpu.copy_gmem_to_smem(source.at[b, h, chunk], s[name].at[slot], ready)
+            elif name in OF_COLUMNS:
+                for worker in range(plan.warpgroups):
+                    part = source.at[b, tokens, h, worker_columns(worker, plan)]
+                    plgpu.copy_gmem_to_smem(part, s[name].at[slot, worker], ready)
+
+    def score(i: Array) -> None:
+        slot = lax.rem(i, plan.stages)
+        plgpu.barrier_wait(s["loaded"].at[slot])
+        row, column = index(0), index(1)
+        scores = unit.product((CHUNK, CHUNK), (s["q"].at[slot], s["k"].at[slot].transpose((1, 0))))
+        scores = scores * (plan.scale * plan.within(s["gates"].at[slot], row, column))
+        s["scores"][slot] = jnp.where(row >= column, scores, 0.0).astype(plan.dtype)
+        plgpu.commit_smem()
+        plgpu.barrier_arrive(s["scored"].at[slot])
+
+    for i in range(min(plan.stages, plan.chunks)):
+        load(jnp.int32(i))
+
+    @pl.loop(0, plan.chunks)
+    def _(i):
+        if "q" in given:
+            score(i)
+
+        @pl.when((i > 0) & (i - 1 + plan.stages < plan.chunks))
+        def _():
+            plgpu.barrier_wait(s["consumed"].at[lax.rem(i - 1, plan.stages)])
+            load(i - 1 + plan.stages)
