@@ -23,6 +23,7 @@ EXEMPT = {  # parameters without weight decay, which are float32 whatever the po
     "gated-efla": {"A_log", "dt_bias", "scale"},
     "transformer": set(),
 }
+assert EXEMPT.keys() == LAYERS.keys(), "name in EXEMPT what each layer of LAYERS leaves free of weight decay"
 
 
 def make(name, *, seed=0, **options):

@@ -128,6 +128,12 @@ def test_no_registry_or_local_address():
             assert not found, f"{path.relative_to(ROOT)} contains {found.group()!r}"
 
 
+@pytest.mark.parametrize("name", ["cells", "layers", "models"])
+def test_subpackages_are_imported_on_use(name):
+    assert eflax.__getattr__(name) is importlib.import_module(f"eflax.{name}")
+    assert not hasattr(eflax, f"{name}s")
+
+
 def test_one_version():
     heading = re.search(r"^## (\S+)", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
     assert heading and heading.group(1) == eflax.__version__ == PROJECT["version"]
@@ -159,8 +165,14 @@ def test_readme_examples_run():
 
 def test_readme_table_is_the_table_of_cells():
     cells = importlib.import_module("eflax.cells").CELLS
-    rows = dict(re.findall(r"^\| `(\w+)` \|.*\| ([\w, ]+) \|$", README, re.MULTILINE))
-    assert rows == {name: ", ".join(cell.forms) for name, cell in cells.items()}
+    layers = importlib.import_module("eflax.layers")
+    row = r"^\| `(\w+)` \| [^|]+ \| `(\w+)` \|.*\| ([\w, ]+) \|$"
+    rows = {name: (layer, forms) for name, layer, forms in re.findall(row, README, re.MULTILINE)}
+    assert {name: forms for name, (_, forms) in rows.items()} == {
+        name: ", ".join(cell.forms) for name, cell in cells.items()
+    }
+    for name, (layer, _) in rows.items():
+        assert getattr(layers, layer).cell is cells[name]
 
 
 def test_readme_budgets_are_the_budgets():
@@ -171,9 +183,10 @@ def test_readme_budgets_are_the_budgets():
 def test_readme_tree_is_the_tree():
     tree = re.search(r"```text\n(.*?)```", README, re.DOTALL)
     assert tree
-    folder = ROOT
+    folder, listed = ROOT, set()
     for line in tree.group(1).splitlines():
         entry = line.split()[0]
         path = (folder if line.startswith(" ") else ROOT) / entry
-        assert path.exists(), f"README.md lists {path.relative_to(ROOT)}"
+        assert path.exists() and path not in listed, f"README.md lists {path.relative_to(ROOT)}, or twice"
+        listed.add(path)
         folder = path if entry.endswith("/") and not line.startswith(" ") else folder
