@@ -148,7 +148,7 @@ WRONG_OPTIONS = {
 @pytest.mark.parametrize(
     ("case_name", "option", "value"),
     [
-        pytest.param(*of, value, id=f"{of[1]}-{value}")
+        pytest.param(*of, value, id=f"{of[1]}-{type(value).__name__}")
         for of, values in WRONG_OPTIONS.items()
         for value in values
     ],

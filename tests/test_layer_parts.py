@@ -66,6 +66,8 @@ def test_the_tail_of_a_convolution_holds_one_document():
     convolution = ShortConvolution(2, rngs=nnx.Rngs(0))
     x = jnp.ones((1, 2, 2))
     tail = jnp.full((1, 3, 2), 7.0)
+    with pytest.raises(ValueError, match=r"^tail has shape \(1, 2, 2\); it needs \[B, 3, D\]"):
+        convolution(x, tail[:, :2])
     _, continued = convolution(x, tail, jnp.asarray([[0, 0]]))
     _, restarted = convolution(x, tail, jnp.asarray([[0, 1]]))
     np.testing.assert_array_equal(continued[0, :, 0], [7, 1, 1])

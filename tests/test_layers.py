@@ -1,5 +1,8 @@
 """Every layer: precision, life at the start, gradients, options and errors."""
 
+import inspect
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -165,20 +168,12 @@ BAD_OPTIONS = {
     r"expand \* width=32 is not divisible by num_heads=3": ("mamba2", {"num_heads": 3}),
     r"num_heads=4 is not divisible by num_groups=3": ("mamba2", {"num_groups": 3}),
     r"num_value_heads=3 is not divisible by num_heads=2": ("deltanet", {"num_value_heads": 3}),
-    r"num_value_heads is 0; it needs": ("deltanet", {"num_value_heads": 0}),
-    r"head_dim is 0; it needs": ("efla", {"head_dim": 0}),
-    r"kernel_size is 0; it needs": ("efla", {"kernel_size": 0}),
-    r"dt_rank is 0; it needs": ("mamba", {"dt_rank": 0}),
-    r"state_dim is 0; it needs": ("mamba2", {"state_dim": 0}),
+    r"head_dim \* expand_v, is 0; it needs": ("efla", {"expand_v": 0.01}),
     r"num_heads=4 is not divisible by num_kv_heads=3": ("transformer", {"num_kv_heads": 3}),
-    r"num_heads=4 is not divisible by num_kv_heads=0": ("transformer", {"num_kv_heads": 0}),
-    r"head_dim is -2; it needs": ("transformer", {"head_dim": -2}),
     r"head_dim=3 is odd": ("transformer", {"head_dim": 3}),
-    r"window=0": ("transformer", {"window": 0}),
     r"allow_negative_eigenvalues=True: EFLA": ("efla", {"allow_negative_eigenvalues": True}),
     r"variant='published': EFLA has no variants": ("efla", {"variant": "published"}),
     r"order=2: GatedEFLA has none": ("gated-efla", {"order": 2}),
-    r"order is 0; it needs": ("efla", {"order": 0}),
     r"variant='other': GatedEFLA has \('published'": ("gated-efla", {"variant": "other"}),
 }
 
@@ -190,25 +185,71 @@ def test_options_that_do_not_fit_are_named(message):
         make(name, **SMALL[name] | options)
 
 
+WRONG_VALUES: dict[Any, tuple] = dict.fromkeys(
+    (int, int | None), (0, -1, 2.0, "2")
+)  # by annotation, or by name
+WRONG_VALUES |= dict.fromkeys(("dtype", "param_dtype"), ("float99", jnp.int32, None))
+CHECKED_OPTIONS = [
+    pytest.param(name, option.name, values, id=f"{name}-{option.name}")
+    for name, layer in LAYERS.items()
+    for option in inspect.signature(layer.__init__).parameters.values()
+    if (values := WRONG_VALUES.get(option.name) or WRONG_VALUES.get(option.annotation))
+]
+
+
+@pytest.mark.parametrize(("name", "option", "values"), CHECKED_OPTIONS)
+def test_sizes_and_types_are_checked_at_construction(name, option, values, without_shape_checks):
+    for value in values:
+        options = {"width": WIDTH} | SMALL[name] | {option: value}
+        with pytest.raises(ValueError, match=rf"^{option}( is |=)"):
+            LAYERS[name](**options, rngs=nnx.Rngs(0))
+
+
 @every_layer
 def test_calls_that_do_not_fit_are_named(name, without_shape_checks):
     layer, x = make(name), tokens(5)
-    with pytest.raises(ValueError, match=r"x: expected shape \[B, T, 16\].*\(2, 5, 15\)"):
+    with pytest.raises(ValueError, match=r"^x has shape \(2, 5, 15\).* D = 16, as in the width of the layer"):
         layer(x[..., :15])
-    with pytest.raises(ValueError, match=r"x: expected shape"):
-        layer(x[0])
-    with pytest.raises(ValueError, match=r"state: made for batch size 3, .* layer.init_state\(2\)"):
-        layer(x, layer.init_state(3))
-    with pytest.raises(ValueError, match=r"segment_ids: expected shape \(2, 5\)"):
-        layer(x, None, jnp.zeros((2, 4), jnp.int32))
+    for wrong in (x[0], x.astype(jnp.complex64), x.astype(jnp.int32), x.tolist()):
+        with pytest.raises((TypeError, ValueError), match=r"^x "):
+            layer(wrong)
+    ids = np.zeros((2, 5), np.int32)
+    for wrong in (ids[:, :4], ids.astype(np.float32), ids.tolist(), np.full((2, 5), 2**32)):
+        with pytest.raises((TypeError, ValueError), match=r"^segment_ids "):
+            layer(x, None, wrong)
+
+
+@every_layer
+def test_what_is_no_state_of_the_layer_is_refused(name, without_shape_checks):
+    layer, x = make(name), tokens(5)
+    for wrong in (x[:, 0], 3, jnp.zeros((2, 5), jnp.int32), tuple(layer.init_state(2))):
+        with pytest.raises(TypeError, match=r"^state must be a \w+ from layer.init_state\(2\) or an earlier"):
+            layer(x, wrong)
+
+
+OTHER_STATES = {  # a layer, and whose state it is given
+    "batch size": ("mamba", "mamba", {}, 3),
+    "number of heads": ("efla", "efla", {"num_heads": 4}, 2),
+    "kernel size": ("efla", "efla", {"kernel_size": 3}, 2),
+    "no convolution": ("efla", "linear-attention", {}, 2),
+    "a convolution": ("linear-attention", "efla", {}, 2),
+    "kind of layer": ("mamba", "mamba2", {}, 2),
+    "length of the cache": ("transformer", "transformer", {"max_length": 32}, 2),
+}
+
+
+@pytest.mark.parametrize("difference", OTHER_STATES)
+def test_states_of_other_layers_are_refused(difference):
+    name, other, options, batch_size = OTHER_STATES[difference]
+    state = make(other, **SMALL[other] | options).init_state(batch_size)
+    with pytest.raises(ValueError, match=r"^state has the shapes .* need .*, as from layer.init_state\(2\)"):
+        make(name)(tokens(5), state)
 
 
 @pytest.mark.parametrize("name", RECURRENT)
-def test_how_the_cell_is_evaluated_is_checked_at_construction(name):
+def test_the_form_is_checked_at_construction(name):
     with pytest.raises(UnsupportedForm, match=r"form='chunk-wise' does not exist for \w+; it has rec"):
         make(name, form="chunk-wise")
-    with pytest.raises(ValueError, match="chunk_size is 0; it needs an integer of at least 1"):
-        make(name, chunk_size=0)
 
 
 def test_blocks_add_mixer_and_mlp():

@@ -104,6 +104,16 @@ def check_count(name: str, value: int) -> None:
         raise ValueError(f"{name} is {value!r}; it needs an integer of at least 1")
 
 
+def check_float_type(name: str, dtype: Any) -> None:
+    """Raise unless dtype is one that cells serve."""
+    try:
+        fits = dtype is not None and jnp.dtype(dtype) in FLOATS
+    except TypeError:
+        fits = False
+    if not fits:
+        raise ValueError(f"{name} is {dtype!r}; it needs bfloat16, float16, float32 or float64")
+
+
 def check_form(cell: str, form: str | None, forms: tuple[str, ...]) -> None:
     """Raise unless form is None or one that the cell has."""
     if form is not None and form not in forms:

@@ -10,7 +10,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from eflax.cells.checks import check_count
 from eflax.layers.parts import linear
-from eflax.layers.state import check_call, check_divides, number_documents
+from eflax.layers.state import check_call, check_counts, check_divides, number_documents
 
 
 class KVCache(NamedTuple):
@@ -74,11 +74,11 @@ class SoftmaxAttention(nnx.Module):
         self.head_dim = (
             check_divides("width", width, "num_heads", num_heads) if head_dim is None else head_dim
         )
-        check_count("head_dim", self.head_dim)
+        check_counts(width=width, head_dim=self.head_dim, max_length=max_length)
         if self.head_dim % 2:
             raise ValueError(f"head_dim={self.head_dim} is odd; rotary positions turn pairs")
-        if window is not None and window < 1:
-            raise ValueError(f"window={window}: a token sees at least itself, window >= 1")
+        if window is not None:
+            check_count("window", window)
         self.max_length, self.window, self.rope_base = max_length, window, rope_base
         self.implementation: Literal["xla", "cudnn"] | None = implementation
         self.dtype = dtype
@@ -114,7 +114,7 @@ class SoftmaxAttention(nnx.Module):
             ValueError: the cache overflows. Where the length of the cache is not known, under jit, the output
                 is NaN instead.
         """
-        check_call(x, self.width, None if state is None else state.segment, segment_ids)
+        check_call(self, x, state, segment_ids)
         cache = self.init_state(x.shape[0]) if state is None else state
         self.check_room(x.shape[1], cache)
         x = x.astype(self.dtype)

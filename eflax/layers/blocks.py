@@ -8,6 +8,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from eflax.layers.parts import RMSNorm, linear
+from eflax.layers.state import check_counts
 
 
 def swiglu_width(width: int, multiple: int = 16) -> int:
@@ -28,6 +29,7 @@ class SwiGLU(nnx.Module):
         rngs: nnx.Rngs,
     ):
         inner = swiglu_width(width) if inner is None else inner
+        check_counts(width=width, inner=inner)
         options: dict[str, Any] = {"dtype": dtype, "param_dtype": param_dtype, "rngs": rngs}
         self.gate = linear(width, inner, **options)
         self.up = linear(width, inner, **options)

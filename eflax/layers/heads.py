@@ -21,7 +21,7 @@ from eflax import cells
 from eflax.cells.checks import check_count
 from eflax.layers.mixer import RecurrentMixer
 from eflax.layers.parts import DecayGate, RMSNorm, ShortConvolution, elu_plus_one, l2_normalize, linear
-from eflax.layers.state import check_divides
+from eflax.layers.state import check_counts, check_divides
 
 
 def identity(x: Float[Array, "..."]) -> Float[Array, "..."]:
@@ -83,15 +83,16 @@ class HeadMixer(RecurrentMixer):
         rngs: nnx.Rngs,
     ):
         self.check_options(allow_negative_eigenvalues, variant, order)
+        check_counts(width=width, num_heads=num_heads, kernel_size=kernel_size)
         self.set_form(form, chunk_size)
         self.width, self.num_heads, self.dtype = width, num_heads, dtype
         self.num_value_heads = num_heads if num_value_heads is None else num_value_heads
-        check_count("num_value_heads", self.num_value_heads)
         check_divides("num_value_heads", self.num_value_heads, "num_heads", num_heads)
         self.key_dim = check_divides("width", width, "num_heads", num_heads) if head_dim is None else head_dim
         check_count("head_dim", self.key_dim)
         expand_v = self.default_expand_v if expand_v is None else expand_v
         self.value_dim = round(self.key_dim * expand_v)
+        check_count("the size of values, head_dim * expand_v,", self.value_dim)
         self.max_beta = 2.0 if allow_negative_eigenvalues else 1.0
         self.variant = variant or next(iter(self.variants), None)
         self.order = order
@@ -177,7 +178,10 @@ class HeadMixer(RecurrentMixer):
 
 
 class LinearAttention(HeadMixer):
-    """Linear attention with the features elu + 1 and a normalised read-out; no convolution."""
+    """Linear attention with the features elu + 1 and a normalised read-out; no convolution.
+
+    Arguments: see `HeadMixer`.
+    """
 
     cell = cells.linear_attention
     query_map = key_map = staticmethod(elu_plus_one)
@@ -185,7 +189,10 @@ class LinearAttention(HeadMixer):
 
 
 class DeltaNet(HeadMixer):
-    """DeltaNet: unit keys, beta in (0, 1) or, with negative eigenvalues, (0, 2)."""
+    """DeltaNet: unit keys, beta in (0, 1) or, with negative eigenvalues, (0, 2).
+
+    Arguments: see `HeadMixer`.
+    """
 
     cell = cells.delta_rule
     negative_eigenvalues = True
@@ -197,6 +204,8 @@ class EFLA(HeadMixer):
     The length of a key is the strength of its edit (λ = |k|²), so normalising keys would leave a re-labelled
     DeltaNet. Queries are normalised because the read-out of a raw query at the start is ten times smaller and
     would fall below the epsilon of the norm. See ``fan_in_uniform`` for λ at the start.
+
+    Arguments: see `HeadMixer`.
     """
 
     cell = cells.efla
@@ -205,7 +214,10 @@ class EFLA(HeadMixer):
 
 
 class GatedDeltaNet(HeadMixer):
-    """Gated DeltaNet: DeltaNet with a decay per value head and an output gate, V = 2K by default."""
+    """Gated DeltaNet: DeltaNet with a decay per value head and an output gate, V = 2K by default.
+
+    Arguments: see `HeadMixer`.
+    """
 
     cell = cells.gated_delta_rule
     output_gate = True
@@ -214,7 +226,10 @@ class GatedDeltaNet(HeadMixer):
 
 
 class GatedEFLA(HeadMixer):
-    """Gated EFLA: Gated DeltaNet with the exact flow of its ODE and raw keys, as EFLA."""
+    """Gated EFLA: Gated DeltaNet with the exact flow of its ODE and raw keys, as EFLA.
+
+    Arguments: see `HeadMixer`.
+    """
 
     cell = cells.gated_efla
     key_map = staticmethod(identity)

@@ -12,7 +12,7 @@ from eflax.cells.checks import check_count
 from eflax.layers.heads import HeadMixer, identity
 from eflax.layers.mixer import RecurrentMixer
 from eflax.layers.parts import RMSNorm, ShortConvolution, inverse_softplus_uniform, linear, log_entries
-from eflax.layers.state import check_divides
+from eflax.layers.state import check_counts, check_divides
 
 
 class Mamba2(HeadMixer):
@@ -58,7 +58,7 @@ class Mamba2(HeadMixer):
         param_dtype=jnp.float32,
         rngs: nnx.Rngs,
     ):
-        check_count("state_dim", state_dim)
+        check_counts(width=width, state_dim=state_dim, expand=expand)
         channels = check_divides("expand * width", expand * width, "num_heads", num_heads)
         check_divides("num_heads", num_heads, "num_groups", num_groups)
         super().__init__(
@@ -135,7 +135,7 @@ class Mamba(RecurrentMixer):
         rngs: nnx.Rngs,
     ):
         self.set_form(form, chunk_size)
-        check_count("state_dim", state_dim)
+        check_counts(width=width, state_dim=state_dim, expand=expand)
         self.width, self.channels, self.state_dim, self.dtype = width, expand * width, state_dim, dtype
         self.dt_rank = -(-width // 16) if dt_rank is None else dt_rank
         check_count("dt_rank", self.dt_rank)

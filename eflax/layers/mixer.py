@@ -78,7 +78,7 @@ class RecurrentMixer(nnx.Module):
         Returns:
             The output, in the compute dtype, and the state after the last token.
         """
-        check_call(x, self.width, None if state is None else state.segment, segment_ids)
+        check_call(self, x, state, segment_ids)
         if state is None:
             state = self.init_state(x.shape[0])
         x = x.astype(self.dtype)

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
-from eflax.cells.checks import check_count
+from eflax.cells.checks import check_count, check_float_type
 
 # PyTorch's default for linear layers and convolutions, uniform ±1/sqrt(fan_in), as in the code that the
 # layers follow. For EFLA it is more than taste: keys are raw, so it decides λ = |k|² at the start. With the
@@ -35,6 +35,8 @@ def no_weight_decay(path: Iterable[Any]) -> bool:
 
 def linear(inputs: int, outputs: int, *, dtype, param_dtype, rngs: nnx.Rngs, **options) -> nnx.Linear:
     """Make a linear layer without bias, initialised uniform ±1/sqrt(inputs)."""
+    check_float_type("dtype", dtype)
+    check_float_type("param_dtype", param_dtype)
     options = {"use_bias": False, "kernel_init": fan_in_uniform} | options
     return nnx.Linear(inputs, outputs, dtype=dtype, param_dtype=param_dtype, rngs=rngs, **options)
 
@@ -108,7 +110,9 @@ class ShortConvolution(nnx.Module):
         Returns:
             The outputs, and the tail of the next call, in which inputs of earlier documents are zero.
         """
-        length, past = x.shape[1], tail.shape[1]
+        length, past = x.shape[1], self.kernel.shape[0] - 1
+        if tail.shape[1] != past:
+            raise ValueError(f"tail has shape {tail.shape}; it needs [B, {past}, D], as from init_tail")
         inputs = jnp.concatenate([tail.astype(x.dtype), x], axis=1)
         taps = [inputs[:, j : j + length] for j in range(past + 1)]
         next_tail = inputs[:, length:]

@@ -9,7 +9,10 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float, Int
+
+from eflax.cells.checks import Axes, check_count
 
 
 class MixerState(NamedTuple):
@@ -25,28 +28,39 @@ class MixerState(NamedTuple):
 
 
 def check_call(
-    x: Float[Array, "B T D"], width: int, segment: Array | None, segment_ids: Int[Array, "..."] | None
+    layer: Any, x: Float[Array, "B T D"], state: Any, segment_ids: Int[Array, "..."] | None
 ) -> None:
-    """Raise ValueError where the arguments of a mixer do not fit it or each other."""
-    if x.ndim != 3 or x.shape[-1] != width:
-        raise ValueError(f"x: expected shape [B, T, {width}] with the width of the layer, got {x.shape}")
+    """Raise TypeError or ValueError where the arguments of a mixer do not fit it or each other."""
+    axes = Axes()
+    axes.bind_shape("the width of the layer", (layer.width,), "D")
+    axes.bind("x", x, "B T D")
+    axes.bind_segment_ids(segment_ids)
+    if state is None:
+        return
     batch_size = x.shape[0]
-    if segment is not None and segment.shape[0] != batch_size:
-        raise ValueError(
-            f"state: made for batch size {segment.shape[0]}, but x has batch size {batch_size}; "
-            f"start from layer.init_state({batch_size})"
+    fitting = jax.eval_shape(lambda: layer.init_state(batch_size))
+    source = f"layer.init_state({batch_size})"
+    if type(state) is not type(fitting):
+        raise TypeError(
+            f"state must be a {type(fitting).__name__} from {source} or an earlier call of the layer, "
+            f"not {type(state).__name__}"
         )
-    if segment_ids is not None and not jnp.issubdtype(jnp.asarray(segment_ids).dtype, jnp.integer):
-        raise TypeError(f"segment_ids: expected integers, one id a token of x, got {segment_ids.dtype}")
-    if segment_ids is not None and segment_ids.shape != x.shape[:2]:
-        raise ValueError(
-            f"segment_ids: expected shape {x.shape[:2]}, one id a token of x, got {segment_ids.shape}"
-        )
+    shapes, needed = (jax.tree.map(np.shape, s) for s in (state, fitting))
+    if shapes != needed:
+        raise ValueError(f"state has the shapes {shapes}; layer and x need {needed}, as from {source}")
+
+
+def check_counts(**sizes: int) -> None:
+    """Raise ValueError, naming it, for a size that is not an integer of at least 1."""
+    for name, value in sizes.items():
+        check_count(name, value)
 
 
 def check_divides(name: str, value: int, by_name: str, by: int) -> int:
-    """Return value // by, or raise ValueError where it leaves a rest."""
-    if by < 1 or value % by:
+    """Return value // by, or raise ValueError where they are no sizes or leave a rest."""
+    check_count(name, value)
+    check_count(by_name, by)
+    if value % by:
         raise ValueError(f"{name}={value} is not divisible by {by_name}={by}")
     return value // by
 
