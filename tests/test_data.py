@@ -204,6 +204,8 @@ def test_damaged_npz(tmp_path, how):
 IDX_DAMAGE = {
     "cut": (lambda content: content[:-3], "the header announces"),
     "longer": (lambda content: content + b"x", "the header announces"),
+    "empty but huge": (lambda content: content[:4] + bytes(4) + b"\xff" * 8, "the header announces"),
+    "65 axes": (lambda content: content[:3] + bytes([65, *bytes(4 * 65)]), "the header announces"),
     "no header": (lambda content: content[:2], "not an idx file"),
     "empty": (lambda content: b"", "begins with nothing"),
     "floats": (lambda content: content[:2] + b"\x0d" + content[3:], "not an idx file of unsigned bytes"),

@@ -38,7 +38,8 @@ def parse_idx(content: bytes, where: str) -> np.ndarray:
         where: its name, for messages.
 
     Raises:
-        DataError: wrong magic bytes, another type than unsigned byte, or a length other than the header's.
+        DataError: wrong magic bytes, another type than unsigned byte, a length other than the header's, or a shape
+            that no array has.
     """
     content = unpack(content, where)
     if len(content) < 4 or content[:2] != b"\0\0" or content[2] != UINT8_CODE:
@@ -54,4 +55,7 @@ def parse_idx(content: bytes, where: str) -> np.ndarray:
             f"{where}: the header announces shape {tuple(sizes)}, so {expected} bytes, but the file has "
             f"{len(content)}; get the file again"
         )
-    return np.frombuffer(content, np.uint8, offset=header_size).reshape(sizes)
+    try:
+        return np.frombuffer(content, np.uint8, offset=header_size).reshape(sizes)
+    except ValueError as error:  # of more axes, or larger ones around one of size 0, than NumPy has
+        raise DataError(f"{where}: the header announces shape {tuple(sizes)}, {error}") from error
