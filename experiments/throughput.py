@@ -24,7 +24,7 @@ from rich.console import Console
 from rich.table import Table
 from tyro.conf import arg
 
-from eflax.cells import CELLS
+from eflax.cells import CELLS, UnsupportedForm
 from eflax.evaluation.agreement import BUDGETS, worst_error
 from eflax.progress import Progress
 from eflax.training import Interrupted, RunFolder, RunFolderError, StopRequest
@@ -192,7 +192,10 @@ def measure(
 ) -> Row:
     """Compile, look at the memory, compare with the reference, then time."""
     row = Row(name, form, str(shape), task, flags.dtype)
-    run = jax.jit(loss_function(name, task, form, flags.chunk_size)).lower(inputs).compile()
+    try:
+        run = jax.jit(loss_function(name, task, form, flags.chunk_size)).lower(inputs).compile()
+    except UnsupportedForm as error:
+        return replace(row, note=f"not run: {error}")
     analysis: Any = run.memory_analysis()
     row = replace(row, temp_mb=analysis.temp_size_in_bytes / 1e6)
     if analysis.temp_size_in_bytes > flags.memory_limit * 1e9:

@@ -12,17 +12,20 @@ import regimes
 
 from eflax import cells
 
-
 KERNEL_FORMS = ("pallas_gpu",)
 
 
+def portable_forms(cell):
+    """The forms of a cell that run anywhere, in any dtype: all but those of kernels, which have tests of their own."""
+    return tuple(form for form in cell.forms if form not in KERNEL_FORMS)
+
+
 def case_forms(names):
-    """Test parameters: every form of every named case, but those of kernels, which have tests of their own."""
+    """Test parameters: every portable form of every named case."""
     return [
         pytest.param(name, form, id=f"{name}-{form}")
         for name in names
-        for form in cells.CELLS[oracle.CASES[name].cell].forms
-        if form not in KERNEL_FORMS
+        for form in portable_forms(cells.CELLS[oracle.CASES[name].cell])
     ]
 
 

@@ -71,7 +71,7 @@ def test_decode_equals_prefill_in_low_precision(case_name, dtype_name):
     """A gate rounded in one path and not in the other shows here; the states are float32 in both."""
     inputs, _, _ = harness.problem(case_name, dtype=jnp.dtype(dtype_name))
     case, cell = oracle.CASES[case_name], harness.cell_of(case_name)
-    _, whole = harness.forward(case_name, cell.forms[-1])(inputs)
+    _, whole = harness.forward(case_name, harness.portable_forms(cell)[-1])(inputs)
     state, step = inputs["initial_state"], jax.jit(cell.step)
     for t in range(regimes.BASE.T):
         state, _ = step(state, *(inputs[name][:, t] for name in case.arguments))
@@ -112,7 +112,7 @@ def test_float64_of_numpy_is_float32_without_x64(without_shape_checks, case_name
 
 
 @pytest.mark.parametrize("dtype_name", ["bfloat16", "float16"])
-@pytest.mark.parametrize("form", cells.CELLS["linear_attention"].forms)
+@pytest.mark.parametrize("form", harness.portable_forms(cells.linear_attention))
 def test_state_beyond_the_range_of_float16(form, dtype_name):
     """v = 3000 and one key, nothing erased: S passes 65,504, which neither state nor read-out may notice."""
     T, dtype = 64, jnp.dtype(dtype_name)

@@ -45,7 +45,7 @@ def test_pieces_with_carried_state_equal_the_whole(case_name, form):
 def test_steps_equal_the_whole(case_name):
     inputs, _, _ = harness.problem(case_name, "random", SHAPE)
     case, cell = oracle.CASES[case_name], harness.cell_of(case_name)
-    expected, final = harness.forward(case_name, cell.forms[-1])(inputs)
+    expected, final = harness.forward(case_name, harness.portable_forms(cell)[-1])(inputs)
     step = jax.jit(lambda state, *arguments: cell.step(state, *arguments, **case.options))
     state, outputs = inputs["initial_state"], []
     for t in range(SHAPE.T):
@@ -165,7 +165,7 @@ def test_empty_axes_give_empty_or_zero_results(case_name, form, empty):
     assert not jnp.any(o)
 
 
-@pytest.mark.parametrize("form", cells.ssd.forms)
+@pytest.mark.parametrize("form", harness.portable_forms(cells.ssd))
 def test_a_log_decay_of_minus_infinity_forgets_everything(form):
     k = jnp.ones((1, 20, 1, 2))
     g = jnp.zeros((1, 20, 1)).at[0, 9].set(-jnp.inf)
@@ -175,7 +175,7 @@ def test_a_log_decay_of_minus_infinity_forgets_everything(form):
     np.testing.assert_allclose(o[0, :, 0, 0], expected, rtol=1e-6)
 
 
-@pytest.mark.parametrize("form", cells.selective_ssm.forms)
+@pytest.mark.parametrize("form", harness.portable_forms(cells.selective_ssm))
 def test_a_rate_of_minus_infinity_keeps_one_token(form):
     """Also where a chunk is padded, with dt = 0."""
     x = jnp.ones((1, 20, 2))

@@ -175,7 +175,7 @@ def test_strong_decay_is_not_clipped(case_name):
     inputs, _, _ = harness.problem(case_name)
     inputs |= {"k": 0 * inputs["k"], "g": (0 * inputs["g"]).at[:, 20].set(-30.0)}
     rate = 1 - np.exp(-30.0) if case_name == "gated_efla" else 30.0
-    for form in cells.CELLS[oracle.CASES[case_name].cell].forms:
+    for form in harness.portable_forms(harness.cell_of(case_name)):
         _, state = harness.forward(case_name, form)(inputs)
         expected = np.asarray(inputs["initial_state"], np.float64) * np.exp(-rate)
         np.testing.assert_allclose(state, expected, rtol=3e-6)

@@ -61,6 +61,15 @@ def test_what_needs_too_much_memory_is_listed_and_not_run(tmp_path):
     assert row["note"].startswith("not run") and not row["ms"]
 
 
+def test_a_form_that_cannot_serve_is_listed_with_its_reason(tmp_path):
+    """Asked for or not: it is no error, and the other forms are measured."""
+    flags = ("--cell", "ssd", "--form", "pallas_gpu", "recurrent", "--shape", "1x9x1x4", "--task", "forward")
+    code, (kernels, recurrent) = run(tmp_path, *flags)
+    assert code == 0
+    assert kernels["note"].startswith("not run: form='pallas_gpu' cannot serve") and not kernels["ms"]
+    assert float(recurrent["ms"]) > 0
+
+
 def test_a_stop_keeps_the_rows_so_far(tmp_path, monkeypatch, capsys):
     def stopped(name, form, shape, task, *_):
         os.kill(os.getpid(), signal.SIGINT)
@@ -70,7 +79,7 @@ def test_a_stop_keeps_the_rows_so_far(tmp_path, monkeypatch, capsys):
     code, (row,) = run(tmp_path, "--shape", "1x9x1x4")
     assert code == 130 and row["form"] == "recurrent"
     printed = capsys.readouterr().out
-    assert f"Rows: 12; results in {tmp_path / 'run'}" in printed and f"config: {tmp_path / 'run'}" in printed
+    assert f"Rows: 15; results in {tmp_path / 'run'}" in printed and f"config: {tmp_path / 'run'}" in printed
 
 
 @pytest.mark.parametrize("name", CELLS)

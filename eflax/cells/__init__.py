@@ -26,7 +26,8 @@ coefficients and decay sums are float32, or float64 where any input is (which JA
 - `initial_state`: zeros if None. It belongs to the document of the first token.
 - `segment_ids` [B, T]: integers that mark packed documents; the state restarts wherever the id changes, and no output
   or gradient passes a boundary. (Of finite numbers: see below.) `final_state` is the state after the last token.
-- `form`: how to evaluate; all forms agree to rounding. None picks: one by one below 8 tokens, in chunks above.
+- `form`: how to evaluate; all forms agree to rounding. None picks: one by one below 8 tokens, in chunks above,
+  by "pallas_gpu" where it serves (but not for normalised linear_attention, where its gradient of q loses digits).
 
   | form | how | work | memory of the backward pass |
   |---|---|---|---|
@@ -34,6 +35,10 @@ coefficients and decay sums are float32, or float64 where any input is (which JA
   | "associative" | `lax.associative_scan` over affine maps | O(T K² (K + V)) with erase | T maps and states |
   | "parallel" | one masked T × T matrix (a triangular solve with erase) | O(T² (K + V)) | T² |
   | "chunkwise" | parallel inside chunks, one affine map between them | O(T (C + K) (K + V)) | T / C states |
+  | "pallas_gpu" | kernels for Hopper GPUs | as chunkwise, C = 64 | T / C states (16-bit), T × C inverses |
+
+  "pallas_gpu" needs q, k and v all in bfloat16 or all in float16, keys of at most 128 entries, and float32 states. It
+  is differentiable once, in reverse (no jvp).
 - `chunk_size` C of the chunkwise form: changes cost, not results.
 - `q = None` reads nothing out: o is None and only the final state is computed. A last read-out is then
   `cell.read(final_state, q_last)`.
@@ -45,7 +50,7 @@ of tokens carry it to *earlier* outputs: `chunkwise` to those of its chunk, `par
 
 **Errors.** ValueError or TypeError naming the argument, before anything runs: ranks, sizes, head counts, dtypes,
 g > 0 (where its values are known: not under jit), an unknown variant. `UnsupportedForm`, a ValueError, where a form
-asked for by name does not exist for the cell.
+asked for by name does not exist for the cell, or cannot serve these inputs on this machine.
 
 `CELLS` maps names to cells; `cell.arguments` and `cell.forms` say what each takes and how it can be evaluated.
 `affine` is the algebra of state maps that the forms are built from.

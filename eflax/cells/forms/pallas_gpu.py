@@ -1,6 +1,6 @@
 """Hopper GPUs: the recurrence in kernels of `pallas_kernels.rank_one`, forward and backward."""
 
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple
 
 from jax import Array
 
@@ -19,7 +19,7 @@ class Context(NamedTuple):
     scale: float | None  # a constant in the kernels; None if it is an array
 
     @classmethod
-    def of(cls, scale: float | Array) -> Self:
+    def of(cls, scale: float | Array) -> "Context":
         """The context of a call made here with this scale."""
         return cls(interpretation(), float(scale) if isinstance(scale, (int, float)) else None)
 
