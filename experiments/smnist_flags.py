@@ -98,7 +98,7 @@ class Flags:
     # delta_rule and gated_delta_rule, raw keys for others.
     normalize_keys: Literal["own", "true", "false"] = "own"
 
-    # Form in which the cell is evaluated: recurrent, associative, parallel or chunkwise.
+    # Form in which the cell is evaluated: recurrent, associative, parallel, chunkwise or, on a Hopper GPU, pallas_gpu.
     form: Annotated[str | None, arg(metavar="FORM", help_behavior_hint="(default: the fastest)")] = None
 
     # Tokens in a chunk, for the chunkwise form.

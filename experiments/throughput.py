@@ -27,7 +27,7 @@ from tyro.conf import arg
 from eflax.cells import CELLS, UnsupportedForm
 from eflax.evaluation.agreement import BUDGETS, worst_error
 from eflax.progress import Progress
-from eflax.training import Interrupted, RunFolder, RunFolderError, StopRequest
+from eflax.training import Interrupted, RunFolder, StopRequest
 from experiments.throughput_inputs import Shape, loss_function, make_inputs, parse_shape, reference_function
 from experiments.throughput_peers import peer_results
 
@@ -116,7 +116,7 @@ def main(args: Sequence[str] | None = None) -> int:
             rows, stopped = collect(flags, shapes, total, folder)
             console.print(render(rows))
             console.print(f"Table and config: {out}")
-    except (ValueError, RunFolderError) as error:
+    except (ValueError, OSError) as error:  # a RunFolderError is a ValueError
         print(f"error: {error}", file=sys.stderr)
         return 2
     return stopped or int(any(row.note.startswith(WRONG) for row in rows))

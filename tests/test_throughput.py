@@ -90,6 +90,11 @@ def test_inputs_exist_for_every_cell(name):
     assert tuple(inputs) == CELLS[name].arguments
 
 
+def test_a_folder_that_cannot_be_made_is_named(capsys):
+    assert throughput.main(["--out", "x" * 5000]) == 2
+    assert "File name too long" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("flags", "named"),
     [
