@@ -10,6 +10,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 WGMMA = plgpu.Layout.WGMMA
 TILE = 64  # rows of a warpgroup's accumulator
+APPROXIMATE = plgpu.CompilerParams(approx_math=True)  # exp by the machine's own, to 2 units in the last place
 
 
 def tiled(*shape: int, dtype: Any) -> Any:
@@ -39,6 +40,22 @@ def index(axis: int, shape: tuple[int, int] = (TILE, TILE)) -> Array:
 def zeros(*shape: int) -> Array:
     """Zeros as an accumulator holds them."""
     return plgpu.layout_cast(jnp.full(shape, 0, jnp.float32), WGMMA)
+
+
+class Zero:
+    """A number that is 0, which the compiler cannot know: an address with it in is computed where it is used.
+
+    Otherwise the addresses of a long loop's body, many as they are, are all computed before the loop, and spill.
+    """
+
+    def __init__(self, memory: Any) -> None:
+        self.memory = memory
+        memory[...] = jnp.zeros((128,), jnp.int32)
+        plgpu.commit_smem()
+
+    def get(self) -> Array:
+        """Read it."""
+        return self.memory[0]
 
 
 class MatrixUnit:

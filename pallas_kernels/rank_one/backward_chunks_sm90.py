@@ -21,7 +21,7 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.mosaic import WGMMA, MatrixUnit, index, rows, tiled, zeros
+from pallas_kernels.mosaic import APPROXIMATE, WGMMA, MatrixUnit, Zero, index, rows, tiled, zeros
 from pallas_kernels.rank_one.layout import CHUNK, COLUMNS, Gates, Plan
 from pallas_kernels.rank_one.stream_sm90 import Refs, matrix_unit
 
@@ -106,6 +106,7 @@ def backward_chunks(
         num_threads=3,
         thread_name="wg",
         interpret=plan.interpret,
+        compiler_params=APPROXIMATE,
         kernel_name="rank_one_backward_chunks",
     )(*inputs.values())
     made = dict(zip(outputs, results, strict=True))
@@ -115,11 +116,12 @@ def backward_chunks(
 def _scratch(inputs: dict[str, Any], plan: Plan) -> dict[str, Any]:
     width, stages = plan.key_dim, 2
     scratch: dict[str, Any] = {
-        name: tiled(CHUNK, width, dtype=plan.dtype) for name in ("q", "k") if name in inputs
+        name: tiled(1, CHUNK, width, dtype=plan.dtype) for name in ("q", "k") if name in inputs
     }
     scratch |= {name: tiled(stages, CHUNK, COLUMNS, dtype=plan.dtype) for name in TOKENS if name in inputs}
     scratch |= {name: tiled(stages, COLUMNS, width, dtype=plan.dtype) for name in STATES}
     scratch |= {
+        "zero": plgpu.SMEM((2, 128), jnp.int32),
         "gates": plgpu.SMEM((2, plan.gate_rows, CHUNK), jnp.float32),
         "gates_loaded": plgpu.Barrier(num_arrivals=1, num_barriers=2),
         "loaded": plgpu.Barrier(
@@ -128,15 +130,15 @@ def _scratch(inputs: dict[str, Any], plan: Plan) -> dict[str, Any]:
         "consumed": plgpu.Barrier(num_arrivals=2, num_barriers=stages),
         "keys_loaded": plgpu.Barrier(num_arrivals=1 + ("q" in inputs)),
         "keys_consumed": plgpu.Barrier(num_arrivals=2),
-        "scores": tiled(*SQUARE, dtype=plan.dtype),  # P̄
+        "scores": tiled(1, *SQUARE, dtype=plan.dtype),  # P̄
         "scored": plgpu.Barrier(),
-        "erasures": tiled(*SQUARE, dtype=plan.dtype),  # a L̄
-        "dk": tiled(CHUNK, width, dtype=plan.dtype),
-        "dv": tiled(CHUNK, COLUMNS, dtype=plan.dtype),
-        "dgates": plgpu.SMEM((len(Parts), CHUNK), jnp.float32),
+        "erasures": tiled(1, *SQUARE, dtype=plan.dtype),  # a L̄
+        "dk": tiled(1, CHUNK, width, dtype=plan.dtype),
+        "dv": tiled(1, CHUNK, COLUMNS, dtype=plan.dtype),
+        "dgates": plgpu.SMEM((1, len(Parts), CHUNK), jnp.float32),
     }
     if "q" in inputs:
-        scratch["dq"] = tiled(CHUNK, width, dtype=plan.dtype)
+        scratch["dq"] = tiled(1, CHUNK, width, dtype=plan.dtype)
     if plan.interpret:
         scratch["staging"] = {CHUNK: tiled(2, *SQUARE, dtype=plan.dtype)}
     return scratch
@@ -163,14 +165,25 @@ class _Chunks:
         @pl.when(wg == QUERIES)
         def _():
             plgpu.set_max_registers(232, action="increase")
-            pl.loop(0, self.count)(lambda i: self.queries(i, matrix_unit(s, QUERIES)))
+            zero = Zero(s["zero"].at[QUERIES])
+            pl.loop(0, self.count)(lambda i: self.queries(i, zero.get(), matrix_unit(s, QUERIES)))
             plgpu.wait_smem_to_gmem(0)
 
         @pl.when(wg == KEYS)
         def _():
             plgpu.set_max_registers(232, action="increase")
-            pl.loop(0, self.count)(lambda i: self.keys(i, matrix_unit(s, KEYS)))
+            zero = Zero(s["zero"].at[KEYS])
+            pl.loop(0, self.count)(lambda i: self.keys(i, zero.get(), matrix_unit(s, KEYS)))
             plgpu.wait_smem_to_gmem(0)
+
+    def buffers(self, zero: Array) -> Refs:
+        """The shared memory, without the first axis where that has one copy only."""
+        single = ("q", "k", "scores", "erasures", "dq", "dk", "dv", "dgates")
+        return {name: x.at[zero] if name in single else x for name, x in self.s.items()}
+
+    def slot(self, i: Array, j: int, zero: Array) -> Array:
+        """Where slice j of chunk i is."""
+        return lax.rem(i * self.slices + j, 2) + zero
 
     def place(self, i: Array) -> tuple[Array, Array, Array]:
         """Batch, head and chunk."""
@@ -178,15 +191,14 @@ class _Chunks:
         return item // (heads * chunks), item // chunks % heads, item % chunks
 
     def load(self, i: Array) -> None:
-        s, given = self.s, self.given
+        s, given = self.buffers(jnp.int32(0)), self.given
         b, h, n = self.place(i)
         tokens, parity = pl.ds(n * CHUNK, CHUNK), lax.rem(i, 2)
         plgpu.copy_gmem_to_smem(
             given["gates"].at[b, h, n], s["gates"].at[parity], s["gates_loaded"].at[parity]
         )
         for j in range(self.slices):
-            turn = i * self.slices + j
-            slot, columns = lax.rem(turn, 2), pl.ds(j * COLUMNS, COLUMNS)
+            turn, slot, columns = i * self.slices + j, self.slot(i, j, jnp.int32(0)), pl.ds(j * COLUMNS, COLUMNS)
 
             @pl.when(turn >= 2)
             def _(slot=slot):
@@ -205,12 +217,11 @@ class _Chunks:
             if name in given:
                 plgpu.copy_gmem_to_smem(given[name].at[b, tokens, h // self.group], s[name], s["keys_loaded"])
 
-    def each_slice(self, i: Array, use: Any, *sums: Array) -> tuple[Array, ...]:
+    def each_slice(self, i: Array, zero: Array, use: Any, *sums: Array) -> tuple[Array, ...]:
         """Carry sums through use(buffers, slice number, sums) for the slices of 64 columns."""
         s, total = self.s, self.count * self.slices
         for j in range(self.slices):
-            turn = i * self.slices + j
-            slot = lax.rem(turn, 2)
+            turn, slot = i * self.slices + j, self.slot(i, j, zero)
             plgpu.barrier_wait(s["loaded"].at[slot])
             sums = use({name: s[name].at[slot] for name in (*TOKENS, *STATES) if name in s}, j, *sums)
 
@@ -232,21 +243,18 @@ class _Chunks:
         def _():
             plgpu.barrier_arrive(self.s["keys_consumed"])
 
-    def put(self, place: tuple, **parts: Array) -> None:
+    def put(self, i: Array, rows: Any, **parts: Array) -> None:
         """Write rows of the gates' gradient."""
         for name, x in parts.items():
-            self.s["dgates"].at[Parts[name]][...] = x
+            rows.at[Parts[name]][...] = x
         plgpu.commit_smem()
         for name in parts:
-            source, target = (
-                self.s["dgates"].at[Parts[name]],
-                self.made["dgates"].at[(*place, int(Parts[name]))],
-            )
-            plgpu.copy_smem_to_gmem(source, target)
+            target = self.made["dgates"].at[(*self.place(i), int(Parts[name]))]
+            plgpu.copy_smem_to_gmem(rows.at[Parts[name]], target)
 
-    def queries(self, i: Array, unit: MatrixUnit) -> None:
+    def queries(self, i: Array, zero: Array, unit: MatrixUnit) -> None:
         """dq, dv, dw, and what P and the entering state have of dc."""
-        s, plan, gates = self.s, self.plan, self.start(i)
+        s, plan, gates = self.buffers(zero), self.plan, self.start(i)
         b, h, n = self.place(i)
         tokens = pl.ds(n * CHUNK, CHUNK)
 
@@ -272,7 +280,7 @@ class _Chunks:
 
         vector = jnp.sum(zeros(*SQUARE), 1)
         sums = (zeros(*SQUARE), zeros(CHUNK, plan.key_dim), vector, vector)
-        scores, dq, dw, total = self.each_slice(i, use, *sums)
+        scores, dq, dw, total = self.each_slice(i, zero, use, *sums)
         plgpu.barrier_wait(s["keys_loaded"])
         parts = {"WRITE": dw}
         if "do" in self.given:
@@ -295,12 +303,12 @@ class _Chunks:
             plgpu.copy_smem_to_gmem(s["dq"], self.made["dq"].at[b, tokens, h])
         if plan.decays:
             parts["TOTAL"] = total * gates[Gates.ENTRY, CHUNK - 1]
-        self.put((b, h, n), **parts)
+        self.put(i, s["dgates"], **parts)
         self.finish(i)
 
-    def keys(self, i: Array, unit: MatrixUnit) -> None:
+    def keys(self, i: Array, zero: Array, unit: MatrixUnit) -> None:
         """dk, da, and what L and the leaving state have of dc."""
-        s, plan, gates = self.s, self.plan, self.start(i)
+        s, plan, gates = self.buffers(zero), self.plan, self.start(i)
         b, h, n = self.place(i)
 
         def use(x: Refs, j: int, erasures: Array, entering: Array, dk: Array) -> tuple[Array, ...]:
@@ -311,7 +319,7 @@ class _Chunks:
             return erasures, entering, dk
 
         wide = zeros(CHUNK, plan.key_dim)
-        erasures, entering, dk = self.each_slice(i, use, zeros(*SQUARE), wide, wide)
+        erasures, entering, dk = self.each_slice(i, zero, use, zeros(*SQUARE), wide, wide)
         plgpu.barrier_wait(s["keys_loaded"])
         parts = {}
         if plan.decays:
@@ -345,7 +353,7 @@ class _Chunks:
         plgpu.commit_smem()
         plgpu.copy_smem_to_gmem(s["dk"], self.made["dk"].at[b, pl.ds(n * CHUNK, CHUNK), h])
         if parts:
-            self.put((b, h, n), **parts)
+            self.put(i, s["dgates"], **parts)
         self.finish(i)
 
 

@@ -9,7 +9,7 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.mosaic import MatrixUnit, columns, index, rows, tiled
+from pallas_kernels.mosaic import APPROXIMATE, MatrixUnit, Zero, columns, index, rows, tiled
 from pallas_kernels.rank_one.layout import CHUNK, Gates, Plan
 
 BLOCKS = 132  # one a multiprocessor
@@ -35,30 +35,32 @@ def solve(k: Array, gates: Array, plan: Plan) -> Array:
     workers = 4 if width <= 128 else 3
     blocks = min(BLOCKS, pl.cdiv(total, workers))
 
-    def body(k_g, gates_g, t_g, s):
+    def body(k_g, gates_g, t_g, shared):
         wg = lax.axis_index("wg")
         first = lax.axis_index("block") * workers + wg
-        s = jax.tree.map(lambda x: x.at[wg], s)
-        unit = MatrixUnit(s.get("staging"))
+        zero = Zero(shared["zero"].at[wg])
 
         def place(i: Array) -> tuple[Array, Array, Array]:
             item = first + i * (blocks * workers)
             return item // (plan.value_heads * chunks), item // chunks % plan.value_heads, item % chunks
 
-        def load(i: Array) -> None:
+        def load(i: Array, s: dict[str, Any]) -> None:
             b, h, n = place(i)
             plgpu.copy_gmem_to_smem(k_g.at[b, pl.ds(n * CHUNK, CHUNK), h // group], s["k"], s["ready"])
             plgpu.copy_gmem_to_smem(gates_g.at[b, h, n], s["gates"], s["ready"])
 
         count = pl.cdiv(total - first, blocks * workers)
-        pl.when(count > 0)(lambda: load(jnp.int32(0)))
+        pl.when(count > 0)(lambda: load(jnp.int32(0), jax.tree.map(lambda x: x.at[wg], shared)))
 
         @pl.loop(0, count)
         def _(i):
+            turn = wg + zero.get()
+            s = jax.tree.map(lambda x: x.at[turn], shared)
+            unit = MatrixUnit(s.get("staging"))
             plgpu.barrier_wait(s["ready"])
             near = _lower(s, plan, unit)
             plgpu.commit_smem()  # every thread is done with k and gates
-            pl.when(i + 1 < count)(lambda: load(i + 1))
+            pl.when(i + 1 < count)(lambda: load(i + 1, s))
             inverse = jnp.concatenate(_invert(s, near, unit), 1)
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
             s["out"][...] = (inverse * rows(s["inverse_length"]) * columns(s["length"])).astype(plan.dtype)
@@ -72,6 +74,7 @@ def solve(k: Array, gates: Array, plan: Plan) -> Array:
     wide = tiled(workers, CHUNK, 2 * BLOCK, dtype=jnp.float16)
     vector = plgpu.SMEM((workers, CHUNK), jnp.float32)
     scratch = {
+        "zero": plgpu.SMEM((workers, 128), jnp.int32),
         "k": tiled(workers, CHUNK, width, dtype=plan.dtype),
         "gates": plgpu.SMEM((workers, plan.gate_rows, CHUNK), jnp.float32),
         "ready": plgpu.Barrier(num_arrivals=2, num_barriers=workers),
@@ -97,6 +100,7 @@ def solve(k: Array, gates: Array, plan: Plan) -> Array:
         num_threads=workers,
         thread_name="wg",
         interpret=plan.interpret,
+        compiler_params=APPROXIMATE,
         kernel_name="rank_one_solve",
     )(k, gates)
 

@@ -12,7 +12,7 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.mosaic import MatrixUnit, index, tiled
+from pallas_kernels.mosaic import APPROXIMATE, MatrixUnit, index, tiled
 from pallas_kernels.rank_one.layout import CHUNK, COLUMNS, Plan
 
 Refs = dict[str, Any]
@@ -73,6 +73,7 @@ def run_stream(
         num_threads=plan.warpgroups + 1,
         thread_name="wg",
         interpret=plan.interpret,
+        compiler_params=APPROXIMATE,
         kernel_name=name,
     )(*inputs.values())
     return dict(zip(outputs, results, strict=True))
