@@ -1,0 +1,106 @@
+"""Runs GPU kernels in JAX's interpreter, on a GPU so small that few heads fill it, and looks for races in each."""
+
+import contextlib
+from unittest import mock
+
+import harness
+import jax
+import jax.extend
+import jax.numpy as jnp
+import numpy as np
+import oracle
+import regimes
+from jax._src.pallas.mosaic_gpu.interpret import (  # the race detector has no public name
+    gpu_callbacks,
+    race_detection_state,
+)
+from jax.sharding import AbstractDevice, AbstractMesh
+
+from pallas_kernels import device
+from pallas_kernels.rank_one import backward_chunks_sm90, gpu, solve_sm90
+
+KERNELS = ("rank_one_solve", "rank_one_forward", "rank_one_backward_states", "rank_one_backward_chunks")
+EDGES = (
+    (30, 80, 81),
+    (64, 65, 100),
+)  # of packed documents, by sequence: inside chunks of 64, and on their edges
+
+
+@contextlib.contextmanager
+def interpreted():
+    """Interpret kernels; fail if any of them has a race.
+
+    Blocks are few, so that each has several chunks to do and uses its buffers again, and two warpgroups share a block
+    from 4 × 64 columns of state on.
+    """
+    found = []
+
+    def record(**sizes):  # a new one for each kernel
+        found.append(detector(**sizes))
+        return found[-1]
+
+    detector = race_detection_state.GPURaceDetectionState
+    few = [(solve_sm90, "BLOCKS", 1), (backward_chunks_sm90, "BLOCKS", 2), (gpu, "MULTIPROCESSORS", 3)]
+    with contextlib.ExitStack() as stack:
+        for module, name, value in few:
+            stack.enter_context(mock.patch.object(module, name, value))
+        stack.enter_context(mock.patch.object(gpu_callbacks, "GPURaceDetectionState", record))
+        stack.callback(gpu_callbacks.reset_gpu_interpret_mode_state)
+        stack.enter_context(device.interpreted(detect_races=True))
+        yield
+    assert not any(state.races_found for state in found), "a race: the captured output tells where"
+
+
+@contextlib.contextmanager
+def h200(**axes):
+    """Trace and lower programs for H200s, which need not be there; yields the mesh of these axes."""
+    kind = AbstractDevice(device_kind="NVIDIA H200", num_cores=132, platform="gpu")
+    mesh = AbstractMesh(tuple(axes.values()), tuple(axes), abstract_device=kind)
+    with jax.sharding.use_abstract_mesh(mesh):
+        yield mesh
+
+
+def segment_ids(shape):
+    """Ids [B, T] of documents that begin at EDGES."""
+    tokens = np.arange(shape.T)
+    rows = [np.searchsorted(edges, tokens, side="right") for edges in EDGES]
+    return jnp.asarray(np.stack(rows)[: shape.B], jnp.int32)
+
+
+def evaluate(case_name, inputs, weights, ids=None, scale=1.0):
+    """Results and gradients by the kernels."""
+    return harness.compiled(case_name, "pallas_gpu", 64, scale)(inputs, weights, ids)
+
+
+def loss(cell, inputs, weights, ids=None):
+    """<weights, results> of the kernels, and the results."""
+    result = harness.call(cell, inputs, ids, form="pallas_gpu")
+    return harness.weighted_sum(result, weights), result
+
+
+def problem(case_name, regime_name="random", shape=None, dtype="bfloat16"):
+    """Inputs of the table, and weights of the loss."""
+    shape = shape or regimes.Shape(T=65, B=1, H=1, HV=1, K=64, V=64)
+    inputs, weights, _ = harness.problem(case_name, regime_name, shape, jnp.dtype(dtype))
+    return inputs, weights
+
+
+def kernels_in(function, *arguments):
+    """How often the jaxpr of a function launches each kernel, by name."""
+    counts = {}
+
+    def count(jaxpr):
+        for equation in jaxpr.eqns:
+            name = str(equation.params.get("name", ""))
+            if name in KERNELS:
+                counts[name] = counts.get(name, 0) + 1
+            for inner in jax.extend.core.jaxprs_in_params(equation.params):
+                count(inner)
+
+    count(jax.make_jaxpr(function)(*arguments).jaxpr)
+    return counts
+
+
+def expected(case_name, inputs, weights, ids=None, scale=1.0):
+    """The same by the oracle in float64, from the same rounded inputs."""
+    return oracle.evaluate(case_name, inputs, weights, ids, scale)
