@@ -326,24 +326,26 @@ class _Chunks:
             dk *= rows(gates.at[Gates.EXIT], plan.key_dim)
             parts["EXIT"] = _row_products(s["k"], dk)
         if plan.erases:
-            row, column = index(0), index(1)
-            erasures = -erasures * plan.within(gates, row, column)
-            erasures = jnp.where(row > column, erasures, 0.0)
-            change = erasures * unit.product(SQUARE, (s["k"], s["k"].transpose((1, 0))))
-            overlap = _row_products(s["k"], entering)
             erase, read, entry = (
                 plgpu.load(gates.at[name], layout=WGMMA.reduce(1))
                 for name in (Gates.ERASE, Gates.READ, Gates.ENTRY)
             )
-            parts["ERASE"] = jnp.sum(change, 1) - entry * overlap
-            factor = lax.broadcast_in_dim(erase, SQUARE, [0])
-            if plan.decays:
-                change *= factor
-                parts["SUM_KEYS"] = jnp.sum(change, 1) - read * overlap
-                parts["MINUS_KEYS"] = jnp.sum(change, 0)
-            s["erasures"][...] = (erasures * factor).astype(plan.dtype)
-            plgpu.commit_smem()
+            overlap = _row_products(s["k"], entering)
             dk -= entering * lax.broadcast_in_dim(read, dk.shape, [0])
+            row, column = index(0), index(1)
+            erasures = -erasures * plan.within(gates, row, column)
+            erasures = jnp.where(row > column, erasures, 0.0)
+            gram = unit.product(SQUARE, (s["k"], s["k"].transpose((1, 0))))
+            parts["ERASE"] = jnp.sum(erasures * gram, 1) - entry * overlap
+            half = (erasures * lax.broadcast_in_dim(erase, SQUARE, [0])).astype(plan.dtype)
+            s["erasures"][...] = half
+            plgpu.commit_smem()
+            if plan.decays:
+                # Sums along columns cross warps, through memory that all warpgroups share: only the queries' may do
+                # it. The matrix of k kᵀ is its own transpose, so that the sums along rows of the transpose serve.
+                transposed = plgpu.load(s["erasures"].transpose((1, 0)), layout=WGMMA)
+                parts["SUM_KEYS"] = jnp.sum(half.astype(jnp.float32) * gram, 1) - read * overlap
+                parts["MINUS_KEYS"] = jnp.sum(transposed.astype(jnp.float32) * gram, 1)
             dk = unit.add(dk, (s["erasures"], s["k"]))
             dk = unit.add(dk, (s["erasures"].transpose((1, 0)), s["k"]))
         if "do" in self.given:

@@ -22,7 +22,7 @@ from pallas_kernels.rank_one.solve_sm90 import solve
 
 DTYPES = (jnp.bfloat16, jnp.float16)
 LARGEST_KEY = 128
-RESIDUALS = ("rank_one_inverse", "rank_one_states", "rank_one_rows")  # names for policies of jax.checkpoint
+RESIDUALS = ("rank_one_gates", "rank_one_inverse", "rank_one_states", "rank_one_rows")  # names for policies of jax.checkpoint
 
 
 def check(q: Array | None, k: Array, v: Array, *others: Array | None) -> None:
@@ -146,25 +146,26 @@ def _evaluate_forward(plan, q, k, v, erase, write, log_decay, restart, state):
     gates = gate_rows(erase, write, decay_sums(log_decay, write, restart), restart)
     inverse = solve(k, gates, plan) if plan.erases else None
     results = forward(q, k, v, inverse, gates, state, plan.staged(2), residuals=True)
-    kept = (inverse, results.states, results.rows)
+    kept = (gates, inverse, results.states, results.rows)
     kept = tuple(
         x if x is None else checkpoint_name(x, name) for x, name in zip(kept, RESIDUALS, strict=True)
     )
-    return (results.o, results.final_state), (q, k, v, erase, write, log_decay, restart, *kept)
+    return (results.o, results.final_state), (q, k, v, write, log_decay, restart, *kept)
 
 
 def _evaluate_backward(plan, residuals, cotangents):
-    q, k, v, erase, write, log_decay, restart, inverse, states, row_values = residuals
+    q, k, v, write, log_decay, restart, gates, inverse, states, row_values = residuals
     do, dstate = cotangents
-    sums, transpose = jax.vjp(lambda g: decay_sums(g, write, restart), log_decay)
-    gates = gate_rows(erase, write, sums, restart)
     found = backward_states(q, k, do, inverse, gates, dstate, plan.staged(2))
     grads = backward_chunks(q, k, v, do, row_values, found.rows, states, found.states, gates, plan)
     parts = {part: grads.gates[..., part, :] for part in Parts}
     time = write.shape[1]
     derase = unchunked(parts[Parts.ERASE], time) if plan.erases else None
     dwrite = unchunked(parts[Parts.WRITE], time)
-    (dlog_decay,) = transpose(_sum_gradient(parts, plan)) if log_decay is not None else (None,)
+    dlog_decay = None
+    if log_decay is not None:
+        _, transpose = jax.vjp(lambda g: decay_sums(g, write, restart), log_decay)
+        (dlog_decay,) = transpose(_sum_gradient(parts, plan))
     group = plan.value_heads // k.shape[2]
     dq, dk = (_sum_group(x, group) for x in (grads.q, grads.k))
     return dq, dk, grads.v, derase, dwrite, dlog_decay, None, found.initial_state
