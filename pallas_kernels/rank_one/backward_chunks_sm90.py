@@ -22,10 +22,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.mosaic import APPROXIMATE, WGMMA, MatrixUnit, Zero, index, rows, tiled, zeros
-from pallas_kernels.rank_one.layout import CHUNK, COLUMNS, Gates, Plan
+from pallas_kernels.rank_one.layout import CHUNK, COLUMNS, MULTIPROCESSORS, Gates, Plan
 from pallas_kernels.rank_one.stream_sm90 import Refs, matrix_unit
 
-BLOCKS = 132  # one a multiprocessor
 SQUARE = (CHUNK, CHUNK)
 QUERIES, KEYS, LOADER = range(3)  # the warpgroups
 TOKENS = ("do", "rows", "drows", "v")  # [B, T, HV, V]
@@ -90,7 +89,7 @@ def backward_chunks(
     if q is not None:
         outputs["dq"] = keys
     total = batch * plan.value_heads * plan.chunks
-    blocks = min(BLOCKS, total)
+    blocks = min(MULTIPROCESSORS, total)
 
     def body(*refs):
         given = dict(zip(inputs, refs, strict=False))
@@ -198,7 +197,11 @@ class _Chunks:
             given["gates"].at[b, h, n], s["gates"].at[parity], s["gates_loaded"].at[parity]
         )
         for j in range(self.slices):
-            turn, slot, columns = i * self.slices + j, self.slot(i, j, jnp.int32(0)), pl.ds(j * COLUMNS, COLUMNS)
+            turn, slot, columns = (
+                i * self.slices + j,
+                self.slot(i, j, jnp.int32(0)),
+                pl.ds(j * COLUMNS, COLUMNS),
+            )
 
             @pl.when(turn >= 2)
             def _(slot=slot):
@@ -285,8 +288,9 @@ class _Chunks:
         parts = {"WRITE": dw}
         if "do" in self.given:
             row, column = index(0), index(1)
-            scores = scores * (plan.scale * plan.within(gates, row, column))
-            scores = jnp.where(row >= column, scores, 0.0)
+            scores *= plan.within(gates, row, column, diagonal=True)
+            if plan.scale != 1.0:
+                scores *= plan.scale
             s["scores"][...] = scores.astype(plan.dtype)
             plgpu.commit_smem()
             plgpu.barrier_arrive(s["scored"])
@@ -333,8 +337,7 @@ class _Chunks:
             overlap = _row_products(s["k"], entering)
             dk -= entering * lax.broadcast_in_dim(read, dk.shape, [0])
             row, column = index(0), index(1)
-            erasures = -erasures * plan.within(gates, row, column)
-            erasures = jnp.where(row > column, erasures, 0.0)
+            erasures = -erasures * plan.within(gates, row, column, diagonal=False)
             gram = unit.product(SQUARE, (s["k"], s["k"].transpose((1, 0))))
             parts["ERASE"] = jnp.sum(erasures * gram, 1) - entry * overlap
             half = (erasures * lax.broadcast_in_dim(erase, SQUARE, [0])).astype(plan.dtype)

@@ -27,8 +27,8 @@ class StateGradients(NamedTuple):
     """What `backward_states` returns."""
 
     initial_state: Array  # dSᵀ [B, HV, V, K] float32
-    states: Array  # dSᵀ as it enters each chunk from behind [B, HV, N, V, K] 16-bit
-    rows: Array  # dR [B, T, HV, V] 16-bit
+    states: Array | None  # dSᵀ as it enters each chunk from behind [B, HV, N, V, K] 16-bit
+    rows: Array | None  # dR [B, T, HV, V] 16-bit
 
 
 def backward_states(
@@ -39,8 +39,10 @@ def backward_states(
     gates: Array,
     final_state: Array,
     plan: Plan,
+    *,
+    residuals: bool = True,
 ) -> StateGradients:
-    """Run the recurrence of the state's gradient.
+    """Run the recurrence of the state's gradient; `residuals` adds `states` and `rows`.
 
     Args:
         q: [B, T, H, K] 16-bit, T a multiple of the chunk size; None, with do, if nothing was read out.
@@ -50,25 +52,27 @@ def backward_states(
         gates: [B, HV, N, rows, C] float32; see `layout.Gates`.
         final_state: gradient of the final state, dSᵀ [B, HV, V, K] float32.
         plan: sizes and features of this call.
+        residuals: see above.
     """
     batch, time, _, _ = k.shape
     states = (*final_state.shape[:2], plan.chunks, *final_state.shape[2:])
-    outputs = {
-        "initial_state": jax.ShapeDtypeStruct(final_state.shape, jnp.float32),
-        "states": jax.ShapeDtypeStruct(states, plan.dtype),
-        "rows": jax.ShapeDtypeStruct((batch, time, plan.value_heads, plan.value_dim), plan.dtype),
-    }
-    scratch: dict[str, Any] = {
-        "states": tiled(plan.warpgroups, COLUMNS, plan.key_dim, dtype=plan.dtype),
-        "rows": tiled(plan.warpgroups, CHUNK, COLUMNS, dtype=plan.dtype),
-    }
+    outputs = {"initial_state": jax.ShapeDtypeStruct(final_state.shape, jnp.float32)}
+    scratch: dict[str, Any] = {}
+    if residuals:
+        shape_v = (batch, time, plan.value_heads, plan.value_dim)
+        outputs |= {
+            "states": jax.ShapeDtypeStruct(states, plan.dtype),
+            "rows": jax.ShapeDtypeStruct(shape_v, plan.dtype),
+        }
+        scratch["states"] = tiled(plan.warpgroups, COLUMNS, plan.key_dim, dtype=plan.dtype)
+        scratch["rows"] = tiled(plan.warpgroups, CHUNK, COLUMNS, dtype=plan.dtype)
     inputs = {"q": q, "k": k, "do": do, "inverse": inverse, "gates": gates, "final_state": final_state}
 
     def work(given: Refs, made: Refs, s: Refs, worker: Array) -> None:
         _recur(given, made, s, worker, plan)
 
     made = run_stream(work, "rank_one_backward_states", inputs, outputs, scratch, plan, reverse=True)
-    return StateGradients(**made)
+    return StateGradients(made["initial_state"], made.get("states"), made.get("rows"))
 
 
 def _recur(given: Refs, made: Refs, s: Refs, worker: Array, plan: Plan) -> None:
@@ -78,7 +82,8 @@ def _recur(given: Refs, made: Refs, s: Refs, worker: Array, plan: Plan) -> None:
     def chunk(i: Array, c: Refs, state: Array) -> Array:
         half = state.astype(plan.dtype)
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-        s["states"].at[worker][...] = half
+        if "states" in made:
+            s["states"].at[worker][...] = half
         row = unit.product(SQUARE, (half, c["k"].transpose((1, 0))))
         if plan.decays:
             row *= columns(c["gates"].at[Gates.EXIT])
@@ -96,10 +101,12 @@ def _recur(given: Refs, made: Refs, s: Refs, worker: Array, plan: Plan) -> None:
             row = unit.product(SQUARE, (row.astype(plan.dtype), c["inverse"]))
             erased = (-columns(c["gates"].at[Gates.READ]) * row).astype(plan.dtype)
             state = unit.add(state, (erased, c["k"]))
-        s["rows"].at[worker].transpose((1, 0))[...] = row.astype(plan.dtype)
-        plgpu.commit_smem()
-        plgpu.copy_smem_to_gmem(s["states"].at[worker], made["states"].at[b, h, i, mine])
-        plgpu.copy_smem_to_gmem(s["rows"].at[worker], made["rows"].at[b, pl.ds(i * CHUNK, CHUNK), h, mine])
+        if "rows" in made:
+            s["rows"].at[worker].transpose((1, 0))[...] = row.astype(plan.dtype)
+            plgpu.commit_smem()
+            tokens = pl.ds(i * CHUNK, CHUNK)
+            plgpu.copy_smem_to_gmem(s["states"].at[worker], made["states"].at[b, h, i, mine])
+            plgpu.copy_smem_to_gmem(s["rows"].at[worker], made["rows"].at[b, tokens, h, mine])
         return state
 
     state = plgpu.load(given["final_state"].at[b, h, mine], layout=WGMMA, optimized=False)

@@ -36,7 +36,7 @@ class Results(NamedTuple):
 def forward(
     q: Array | None,
     k: Array,
-    v: Array,
+    v: Array | None,
     inverse: Array | None,
     gates: Array,
     initial_state: Array | None,
@@ -49,22 +49,23 @@ def forward(
     Args:
         q: [B, T, H, K] 16-bit, T a multiple of the chunk size; None reads nothing out.
         k: like q.
-        v: [B, T, HV, V] 16-bit.
+        v: [B, T, HV, V] 16-bit; None writes nothing, so that the initial state only passes through the edits.
         inverse: T of every chunk [B, HV, N, C, C] 16-bit (see `solve_sm90`); None if nothing is erased.
         gates: [B, HV, N, rows, C] float32; see `layout.Gates`.
         initial_state: Sᵀ [B, HV, V, K] float32, or None for zeros.
         plan: sizes and features of this call.
         residuals: see above.
     """
-    shape_s = (*v.shape[:1], *v.shape[2:], k.shape[3])
+    shape_v = (*k.shape[:2], plan.value_heads, plan.value_dim)
+    shape_s = (k.shape[0], plan.value_heads, plan.value_dim, plan.key_dim)
     outputs = {"final_state": jax.ShapeDtypeStruct(shape_s, jnp.float32)}
     scratch: dict[str, Any] = {}
     if q is not None:
-        outputs["o"] = jax.ShapeDtypeStruct(v.shape, plan.dtype)
+        outputs["o"] = jax.ShapeDtypeStruct(shape_v, plan.dtype)
         scratch["o"] = tiled(plan.warpgroups, CHUNK, COLUMNS, dtype=plan.dtype)
     if residuals:
         outputs["states"] = jax.ShapeDtypeStruct((*shape_s[:2], plan.chunks, *shape_s[2:]), plan.dtype)
-        outputs["rows"] = jax.ShapeDtypeStruct(v.shape, plan.dtype)
+        outputs["rows"] = jax.ShapeDtypeStruct(shape_v, plan.dtype)
         scratch["states"] = tiled(plan.warpgroups, COLUMNS, plan.key_dim, dtype=plan.dtype)
         scratch["rows"] = tiled(plan.warpgroups, CHUNK, COLUMNS, dtype=plan.dtype)
     inputs = {"q": q, "k": k, "v": v, "inverse": inverse, "gates": gates, "initial_state": initial_state}
@@ -85,8 +86,10 @@ def _recur(given: Refs, made: Refs, s: Refs, worker: Array, plan: Plan) -> None:
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         if "states" in made:
             s["states"].at[worker][...] = half
-        v = plgpu.load(c["v"].at[worker].transpose((1, 0)), layout=WGMMA)
-        row = v.astype(jnp.float32) * columns(c["gates"].at[Gates.WRITE])
+        row = zeros(*SQUARE)
+        if "v" in given:
+            v = plgpu.load(c["v"].at[worker].transpose((1, 0)), layout=WGMMA)
+            row = v.astype(jnp.float32) * columns(c["gates"].at[Gates.WRITE])
         if plan.erases:
             row -= columns(c["gates"].at[Gates.READ]) * unit.product(SQUARE, (half, c["k"].transpose((1, 0))))
             row = unit.product(SQUARE, (row.astype(plan.dtype), c["inverse"].transpose((1, 0))))

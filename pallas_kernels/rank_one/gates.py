@@ -11,15 +11,14 @@ FORGET = -200.0  # e^FORGET is 0 in float32, and sums with it keep their digits,
 
 
 def chunked(x: Array) -> Array:
-    """[B, T, HV] → [B, HV, N, C], zeros after the end."""
-    batch, time, heads = x.shape
-    x = jnp.pad(x, [(0, 0), (0, -time % CHUNK), (0, 0)])
+    """[B, T, HV] → [B, HV, N, C]."""
+    batch, _, heads = x.shape
     return jnp.moveaxis(x, 2, 1).reshape(batch, heads, -1, CHUNK)
 
 
-def unchunked(x: Array, time: int) -> Array:
+def unchunked(x: Array) -> Array:
     """[B, HV, N, C] → [B, T, HV]."""
-    return jnp.moveaxis(x.reshape(*x.shape[:2], -1)[..., :time], 1, 2)
+    return jnp.moveaxis(x.reshape(*x.shape[:2], -1), 1, 2)
 
 
 def decay_sums(log_decay: Array | None, write: Array, restart: Array | None) -> Array:

@@ -17,12 +17,20 @@ from pallas_kernels.rank_one.backward_chunks_sm90 import Parts, backward_chunks
 from pallas_kernels.rank_one.backward_states_sm90 import backward_states
 from pallas_kernels.rank_one.forward_sm90 import forward
 from pallas_kernels.rank_one.gates import decay_sums, gate_rows, unchunked
-from pallas_kernels.rank_one.layout import CHUNK, COLUMNS, Plan
+from pallas_kernels.rank_one.layout import CHUNK, COLUMNS, MULTIPROCESSORS, Plan
+from pallas_kernels.rank_one.segments import (
+    choose_segments,
+    entering_states,
+    first_segment,
+    last_segment,
+    leaving_gradients,
+)
 from pallas_kernels.rank_one.solve_sm90 import solve
 
 DTYPES = (jnp.bfloat16, jnp.float16)
 LARGEST_KEY = 128
-RESIDUALS = ("rank_one_gates", "rank_one_inverse", "rank_one_states", "rank_one_rows")  # names for policies of jax.checkpoint
+# Names for policies of jax.checkpoint.
+RESIDUALS = tuple(f"rank_one_{name}" for name in ("gates", "inverse", "transitions", "states", "rows"))
 
 
 def check(q: Array | None, k: Array, v: Array, *others: Array | None) -> None:
@@ -56,6 +64,7 @@ def rank_one(
     initial_state: Float[Array, "B HV K V"],
     *,
     scale: float = 1.0,
+    segments: int | None = None,
 ) -> tuple[Float[Array, "B T HV V"] | None, Float[Array, "B HV K V"]]:
     """Evaluate the recurrence; differentiable once in all its floating-point arguments.
 
@@ -69,6 +78,7 @@ def rank_one(
         restart: True where the state is zeroed before the token.
         initial_state: float32.
         scale: of the queries.
+        segments: into how many to cut the sequence, to be worked on side by side; None chooses.
 
     Returns:
         o in v's dtype, and the final state in float32.
@@ -77,17 +87,31 @@ def rank_one(
         Unsupported: not a Hopper GPU, or dtypes and sizes that the kernels do not have.
     """
     check(q, k, v, erase, write, log_decay, initial_state)
-    plan = make_plan(q, k, v, erase, log_decay, restart, scale)
-    padding = -k.shape[1] % CHUNK
-    k = _pad(k, padding, plan.key_dim)
-    q = None if q is None else _pad(q, padding, plan.key_dim)
-    state = jnp.swapaxes(_pad_state(initial_state, plan), 2, 3)
+    batch, time = v.shape[:2]
+    plan = make_plan(q, k, v, erase, log_decay, restart, scale, segments)
+    length = plan.segments * plan.chunks * CHUNK
+
+    def segmented(x: Array | None, width: int | None = None) -> Array | None:
+        """Zeros after the end of time and of the head, which write, erase and read nothing; then cut in segments."""
+        if x is None:
+            return None
+        after = [(0, 0)] * x.ndim
+        after[1] = (0, length - time)
+        if width is not None:
+            after[3] = (0, width - x.shape[3])
+        x = jnp.pad(x, after)
+        return x.reshape(batch * plan.segments, plan.chunks * CHUNK, *x.shape[2:])
+
     if write is None:
         write = jnp.ones(v.shape[:3], jnp.float32)
-    results = _evaluate(plan, q, k, _pad(v, padding, plan.value_dim), erase, write, log_decay, restart, state)
+    gates = (segmented(x) for x in (erase, write, log_decay, restart))
+    state = jnp.swapaxes(_pad_state(initial_state, plan), 2, 3)
+    qk = (segmented(x, plan.key_dim) for x in (q, k))
+    results = _evaluate(plan, *qk, segmented(v, plan.value_dim), *gates, state)
     o, state = cast(tuple[Array | None, Array], results)
     width, depth = initial_state.shape[2:]
-    o = None if o is None else o[:, : v.shape[1], :, : v.shape[3]]
+    if o is not None:
+        o = o.reshape(batch, length, *o.shape[2:])[:, :time, :, :depth]
     return o, jnp.swapaxes(state, 2, 3)[:, :, :width, :depth]
 
 
@@ -99,15 +123,18 @@ def make_plan(
     log_decay: Array | None,
     restart: Array | None,
     scale: float,
+    segments: int | None = None,
 ) -> Plan:
     """Choose sizes and features for a call."""
     key_dim, value_dim = (-(-x.shape[3] // COLUMNS) * COLUMNS for x in (k, v))
+    batch, time, heads, _ = v.shape
+    segments = choose_segments(batch * heads, time) if segments is None else segments
     # Two warpgroups share the loaded keys, unless the columns of the state then go to too few multiprocessors.
-    blocks = k.shape[0] * v.shape[2] * value_dim // COLUMNS
+    blocks = batch * segments * heads * value_dim // COLUMNS
     together = value_dim % (2 * COLUMNS) == 0 and blocks > MULTIPROCESSORS
     return Plan(
-        chunks=-(-k.shape[1] // CHUNK),
-        value_heads=v.shape[2],
+        chunks=-(-time // (segments * CHUNK)),
+        value_heads=heads,
         key_dim=key_dim,
         value_dim=value_dim,
         erases=erase is not None,
@@ -116,17 +143,10 @@ def make_plan(
         reads=q is not None,
         dtype=k.dtype,
         scale=scale,
+        segments=segments,
         warpgroups=2 if together else 1,
         interpret=interpretation(),
     )
-
-
-MULTIPROCESSORS = 132
-
-
-def _pad(x: Array, time: int, width: int) -> Array:
-    """Zeros after the end of time and of the head: they write, erase and read nothing."""
-    return jnp.pad(x, [(0, 0), (0, time), (0, 0), (0, width - x.shape[3])])
 
 
 def _pad_state(state: Array, plan: Plan) -> Array:
@@ -136,39 +156,47 @@ def _pad_state(state: Array, plan: Plan) -> Array:
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _evaluate(plan, q, k, v, erase, write, log_decay, restart, state):
-    gates = gate_rows(erase, write, decay_sums(log_decay, write, restart), restart)
-    inverse = solve(k, gates, plan) if plan.erases else None
+    gates, inverse = _prepare(plan, k, erase, write, log_decay, restart)
+    state, _ = entering_states(k, v, inverse, gates, state, plan.staged(3))
     results = forward(q, k, v, inverse, gates, state, plan.staged(3))
-    return results.o, results.final_state
+    return results.o, last_segment(results.final_state, plan)
+
+
+def _prepare(plan, k, erase, write, log_decay, restart):
+    gates = gate_rows(erase, write, decay_sums(log_decay, write, restart), restart)
+    return gates, solve(k, gates, plan) if plan.erases else None
 
 
 def _evaluate_forward(plan, q, k, v, erase, write, log_decay, restart, state):
-    gates = gate_rows(erase, write, decay_sums(log_decay, write, restart), restart)
-    inverse = solve(k, gates, plan) if plan.erases else None
+    gates, inverse = _prepare(plan, k, erase, write, log_decay, restart)
+    state, moved = entering_states(k, v, inverse, gates, state, plan.staged(3))
     results = forward(q, k, v, inverse, gates, state, plan.staged(2), residuals=True)
-    kept = (gates, inverse, results.states, results.rows)
+    kept = (gates, inverse, moved, results.states, results.rows)
     kept = tuple(
         x if x is None else checkpoint_name(x, name) for x, name in zip(kept, RESIDUALS, strict=True)
     )
-    return (results.o, results.final_state), (q, k, v, write, log_decay, restart, *kept)
+    outputs = results.o, last_segment(results.final_state, plan)
+    return outputs, (q, k, v, write, log_decay, restart, *kept)
 
 
 def _evaluate_backward(plan, residuals, cotangents):
-    q, k, v, write, log_decay, restart, gates, inverse, states, row_values = residuals
+    q, k, v, write, log_decay, restart, gates, inverse, moved, states, row_values = residuals
     do, dstate = cotangents
+    dstate = leaving_gradients(q, k, do, inverse, gates, dstate, moved, plan.staged(3))
     found = backward_states(q, k, do, inverse, gates, dstate, plan.staged(2))
-    grads = backward_chunks(q, k, v, do, row_values, found.rows, states, found.states, gates, plan)
+    drows, dstates = cast(Array, found.rows), cast(Array, found.states)
+    grads = backward_chunks(q, k, v, do, row_values, drows, states, dstates, gates, plan)
     parts = {part: grads.gates[..., part, :] for part in Parts}
-    time = write.shape[1]
-    derase = unchunked(parts[Parts.ERASE], time) if plan.erases else None
-    dwrite = unchunked(parts[Parts.WRITE], time)
+    derase = unchunked(parts[Parts.ERASE]) if plan.erases else None
+    dwrite = unchunked(parts[Parts.WRITE])
     dlog_decay = None
     if log_decay is not None:
         _, transpose = jax.vjp(lambda g: decay_sums(g, write, restart), log_decay)
         (dlog_decay,) = transpose(_sum_gradient(parts, plan))
     group = plan.value_heads // k.shape[2]
     dq, dk = (_sum_group(x, group) for x in (grads.q, grads.k))
-    return dq, dk, grads.v, derase, dwrite, dlog_decay, None, found.initial_state
+    dinitial = first_segment(found.initial_state, plan)
+    return dq, dk, grads.v, derase, dwrite, dlog_decay, None, dinitial
 
 
 _evaluate.defvjp(_evaluate_forward, _evaluate_backward)

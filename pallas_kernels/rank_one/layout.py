@@ -11,6 +11,7 @@ from jax import Array
 from pallas_kernels.mosaic import columns, rows
 
 CHUNK = 64  # tokens of a chunk
+MULTIPROCESSORS = 132  # of an H100 SXM or H200
 SHARED_MEMORY = 226 * 1024  # bytes of it that a block can use for buffers
 COLUMNS = 64  # columns of the state that one warpgroup holds: the rows of one wgmma
 
@@ -45,6 +46,7 @@ class Plan:
     packed: bool
     reads: bool = True  # outputs are asked for
     dtype: Any = jnp.bfloat16  # of the factors of all products: bfloat16 or float16
+    segments: int = 1  # of a sequence, which stand beside each other on the batch axis
     interpret: Any = None
     warpgroups: int = 1  # that share a block, each with 64 columns of the state
     stages: int = 2  # chunks in flight
@@ -74,15 +76,14 @@ class Plan:
         """Rows of the gate array."""
         return 9 if self.packed else 7
 
-    def within(self, gates: Any, row: Array, column: Array) -> Array | float:
-        """Γ: what is left of row j's write at row i ≥ j; anything above the diagonal."""
+    def within(self, gates: Any, row: Array, column: Array, *, diagonal: bool) -> Array:
+        """Γ: what is left of row j's write at row i > j, or i ≥ j with the diagonal; 0 elsewhere."""
+        kept = row >= column if diagonal else row > column
         if not self.decays:
-            return 1.0
+            return jnp.where(kept, 1.0, 0.0)
         size = row.shape
-        kept = row >= column
         if self.packed:
-            kept &= rows(gates.at[Gates.DOCUMENT], size[1]) == columns(
-                gates.at[Gates.DOCUMENT_AGAIN], size[0]
-            )
+            document, again = gates.at[Gates.DOCUMENT], gates.at[Gates.DOCUMENT_AGAIN]
+            kept &= rows(document, size[1]) == columns(again, size[0])
         exponent = rows(gates.at[Gates.SUM], size[1]) - columns(gates.at[Gates.SUM_AGAIN], size[0])
         return jnp.exp(jnp.where(kept, exponent, -jnp.inf))

@@ -10,9 +10,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.mosaic import APPROXIMATE, MatrixUnit, Zero, columns, index, rows, tiled
-from pallas_kernels.rank_one.layout import CHUNK, Gates, Plan
+from pallas_kernels.rank_one.layout import CHUNK, MULTIPROCESSORS, Gates, Plan
 
-BLOCKS = 132  # one a multiprocessor
 BLOCK = 16  # rows of a block on the diagonal: the inner size of one wgmma
 
 
@@ -33,7 +32,7 @@ def solve(k: Array, gates: Array, plan: Plan) -> Array:
     total = batch * plan.value_heads * chunks
     # Warpgroups of a block, each with a chunk of its own, so that one works while another waits.
     workers = 4 if width <= 128 else 3
-    blocks = min(BLOCKS, pl.cdiv(total, workers))
+    blocks = min(MULTIPROCESSORS, pl.cdiv(total, workers))
 
     def body(k_g, gates_g, t_g, shared):
         wg = lax.axis_index("wg")
@@ -120,9 +119,12 @@ def _lower(s: dict[str, Any], plan: Plan, unit: MatrixUnit) -> Array:
         plgpu.load(s["gates"].at[Gates.ERASE], layout=plgpu.Layout.WGMMA.reduce(1)) * square * inverse_length
     )
     lower = gram * lax.broadcast_in_dim(factor, gram.shape, [0]) * columns(s["inverse_length_again"])
-    lower = jnp.where(row > column, lower * plan.within(s["gates"], row, column), 0.0)
+    lower *= plan.within(s["gates"], row, column, diagonal=False)
     panels = [lower[:, i * BLOCK : (i + 1) * BLOCK] for i in range(CHUNK // BLOCK)]
-    near = sum((_block(panels[i], i) for i in range(1, 4)), _block(panels[0], 0))
+    block = index(0, (CHUNK, BLOCK)) // BLOCK
+    near = panels[3]
+    for i in range(3):
+        near = jnp.where(block == i, panels[i], near)
     s["near"][...] = near.astype(jnp.float16)
     s["before"][...] = (_block(panels[0], 1) + _block(panels[2], 3)).astype(jnp.float16)
     s["far"][...] = lower[:, : 2 * BLOCK].astype(jnp.float16)
@@ -136,8 +138,10 @@ def _block(x: Array, block: int) -> Array:
 
 def _spread(x: Array, shift: int = 0) -> Array:
     """A compact matrix in full: the 16 columns of a row stand under its own block, or `shift` blocks before it."""
-    blocks = range(shift, CHUNK // BLOCK + shift)
-    return jnp.concatenate([_block(x, block) for block in blocks], 1)
+    block = index(0, (CHUNK, BLOCK)) // BLOCK
+    # A product, as a choice between 16-bit numbers would unpack and pack them.
+    kept = [jnp.where(block == i + shift, 1.0, 0.0).astype(x.dtype) for i in range(CHUNK // BLOCK)]
+    return jnp.concatenate([x * factor for factor in kept], 1)
 
 
 def _invert(s: dict[str, Any], near: Array, unit: MatrixUnit) -> list[Array]:

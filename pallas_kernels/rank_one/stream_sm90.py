@@ -164,8 +164,10 @@ def _load_and_score(given: Refs, s: Refs, plan: Plan, group: int, reverse: bool)
         plgpu.barrier_wait(s["loaded"].at[slot])
         row, column = index(0), index(1)
         scores = unit.product((CHUNK, CHUNK), (s["q"].at[slot], s["k"].at[slot].transpose((1, 0))))
-        scores = scores * (plan.scale * plan.within(s["gates"].at[slot], row, column))
-        s["scores"][slot] = jnp.where(row >= column, scores, 0.0).astype(plan.dtype)
+        scores *= plan.within(s["gates"].at[slot], row, column, diagonal=True)
+        if plan.scale != 1.0:
+            scores *= plan.scale
+        s["scores"][slot] = scores.astype(plan.dtype)
         plgpu.commit_smem()
         plgpu.barrier_arrive(s["scored"].at[slot])
 
