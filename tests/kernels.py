@@ -1,6 +1,7 @@
 """Runs GPU kernels in JAX's interpreter, on a GPU so small that few heads fill it, and looks for races in each."""
 
 import contextlib
+from typing import Any
 from unittest import mock
 
 import harness
@@ -27,11 +28,12 @@ EDGES = (
 
 
 @contextlib.contextmanager
-def interpreted():
+def interpreted(segments=1):
     """Interpret kernels; fail if any of them has a race.
 
     Blocks are few, so that each has several chunks to do and uses its buffers again, and two warpgroups share a block
-    from 4 × 64 columns of state on.
+    from 4 × 64 columns of state on. Sequences are cut into `segments`, which no shape of the tests asks for by itself:
+    programs are cached by shape, so a shape must always be cut the same way.
     """
     found = []
 
@@ -40,9 +42,14 @@ def interpreted():
         return found[-1]
 
     detector = race_detection_state.GPURaceDetectionState
-    few = [(solve_sm90, "BLOCKS", 1), (backward_chunks_sm90, "BLOCKS", 2), (gpu, "MULTIPROCESSORS", 3)]
+    smaller: list[tuple[Any, str, Any]] = [
+        (solve_sm90, "MULTIPROCESSORS", 1),
+        (backward_chunks_sm90, "MULTIPROCESSORS", 2),
+        (gpu, "MULTIPROCESSORS", 3),
+        (gpu, "choose_segments", lambda *sizes: segments),
+    ]
     with contextlib.ExitStack() as stack:
-        for module, name, value in few:
+        for module, name, value in smaller:
             stack.enter_context(mock.patch.object(module, name, value))
         stack.enter_context(mock.patch.object(gpu_callbacks, "GPURaceDetectionState", record))
         stack.callback(gpu_callbacks.reset_gpu_interpret_mode_state)

@@ -19,6 +19,7 @@ class Case(NamedTuple):
     shape: tuple[int, int, int, int, int, int]
     packed: bool = False
     scale: float = 1.0
+    segments: int = 1
 
 
 # Where keys are alike or of many sizes, the gradients of rows, dR = Tᵀ dD, are small differences of values that were
@@ -39,6 +40,9 @@ TABLE = [
     Case("gated_delta_rule", "reset_tokens", "float16", (63, 1, 1, 1, 128, 100)),
     Case("delta_rule", "repeated_key", "float16", (130, 1, 1, 1, 64, 64)),
     Case("delta_rule", "random", "bfloat16", (130, 1, 2, 2, 60, 128), packed=True, scale=0.5),
+    Case("gated_efla", "random", "bfloat16", (190, 1, 1, 2, 64, 128), packed=True, segments=3),
+    Case("efla", "random", "float16", (170, 1, 1, 1, 128, 64), segments=3),
+    Case("ssd", "random", "bfloat16", (190, 1, 1, 1, 64, 64), segments=3),
     Case("ssd", "random", "float16", (130, 1, 1, 2, 128, 128), packed=True),
     Case("ssd", "strong_decay_every_fifth", "bfloat16", (1, 1, 1, 1, 64, 60)),
     Case("linear_attention-unnormalized", "random", "bfloat16", (130, 1, 1, 2, 80, 60)),
@@ -58,7 +62,7 @@ def check(case, budget):
     inputs, weights = kernels.problem(case.cell, case.regime, shape, case.dtype)
     ids = kernels.segment_ids(shape) if case.packed else None
     expected = kernels.expected(case.cell, inputs, weights, ids, case.scale)
-    with kernels.interpreted():
+    with kernels.interpreted(case.segments):
         result = kernels.evaluate(case.cell, inputs, weights, ids, case.scale)
         jax.block_until_ready(result)
     for name in ("outputs", "state"):
