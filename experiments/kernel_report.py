@@ -1,0 +1,233 @@
+"""Compile the GPU kernels for an H200, on any machine, and report what each takes of it.
+
+`python -m experiments.kernel_report` writes the table; `--check` compares with it. Needs the extra `aot`, no GPU.
+"""
+
+import os
+import sys
+
+os.environ.setdefault(
+    "JAX_PLATFORMS", "cpu"
+)  # before JAX is imported; the compiler's target is only described
+
+import csv
+import dataclasses
+import re
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, fields
+from functools import partial
+from pathlib import Path
+from typing import Any, get_type_hints
+
+import jax
+import jax.numpy as jnp
+import tyro
+from jax.experimental import topologies
+from jax.sharding import SingleDeviceSharding
+from rich.console import Console
+from rich.table import Table
+
+from pallas_kernels.rank_one.backward_chunks_sm90 import backward_chunks
+from pallas_kernels.rank_one.backward_states_sm90 import backward_states
+from pallas_kernels.rank_one.forward_sm90 import forward
+from pallas_kernels.rank_one.gpu import make_plan
+from pallas_kernels.rank_one.layout import CHUNK
+from pallas_kernels.rank_one.solve_sm90 import solve
+
+TABLE = Path(__file__).parent / "results" / "kernels" / "h200-static.csv"
+BATCH, TIME, HEADS = 8, 4096, 16  # enough for all multiprocessors
+FEATURES = ("", "erases", "decays", "erases decays", "erases decays packed")
+SIZES = {(64, 64): FEATURES, (128, 128): FEATURES, (64, 128): FEATURES[-1:], (128, 64): FEATURES[-1:]}
+
+# Public numbers of the machine, as XLA wants them.
+TARGET = """gpu_device_info {
+  threads_per_block_limit: 1024 threads_per_warp: 32 shared_memory_per_block: 49152 shared_memory_per_core: 233472
+  threads_per_core_limit: 2048 core_count: 132 fpus_per_core: 128
+  block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 block_dim_limit_z: 65535
+  memory_bandwidth: 4800000000000 l2_cache_size: 52428800 clock_rate_ghz: 1.98 device_memory_size: 151397597184
+  shared_memory_per_block_optin: 232448
+  cuda_compute_capability { major: 9 minor: 0 feature_extension: ACCELERATED_FEATURES }
+  registers_per_core_limit: 65536 registers_per_block_limit: 65536
+  thread_dim_limit_x: 1024 thread_dim_limit_y: 1024 thread_dim_limit_z: 64
+  driver_version: "13.0.0" runtime_version: "13.0.0" compile_time_toolkit_version: "13.0.0" dnn_version: "9.12.0"
+  name: "NVIDIA H200"
+}
+platform_name: "CUDA"
+dnn_version_info { major: 9 minor: 12 }
+device_description_str: "NVIDIA H200"
+"""
+
+
+@dataclass(frozen=True)
+class Row:
+    """One compiled kernel: which, and what it takes. Registers are per thread, before warpgroups trade theirs."""
+
+    kernel: str
+    key_dim: int
+    value_dim: int
+    features: str
+    registers: int = 0
+    spill_stores: int = 0  # bytes
+    shared_memory: int = 0  # bytes of a block: buffers and barriers
+    hgmma: int = 0  # matrix instructions in the program text
+    seconds: float = 0.0  # of one core, to lower and compile
+
+    @property
+    def key(self) -> tuple[str, int, int, str]:
+        """What tells kernels apart."""
+        return self.kernel, self.key_dim, self.value_dim, self.features
+
+
+def main() -> int:
+    """Write or check the table; returns 1 where a kernel spills more than in the table or is new, 2 where none can."""
+
+    def flags(check: bool = False) -> bool:
+        """Compile every kernel for an H200: registers, spills, shared memory, matrix instructions.
+
+        Args:
+            check: Compare with the committed table instead of writing it.
+        """
+        return check
+
+    check = tyro.cli(flags, prog="python -m experiments.kernel_report")
+    try:
+        device = topologies.get_topology_desc(
+            platform="cuda", target_config=TARGET, topology="1x1x1"
+        ).devices[0]
+    except Exception as error:  # without the plugin JAX raises errors of several types
+        print(f"error: the compiler for GPUs cannot be used; install the extra aot. {error}", file=sys.stderr)
+        return 2
+    rows = []
+    for row in report(SingleDeviceSharding(device)):
+        rows.append(row)
+        print(*asdict(row).values(), flush=True)
+    Console(width=132).print(render(rows))
+    if check:
+        problems = compare(rows, read(TABLE))
+        print("\n".join(problems) or f"{len(rows)} kernels, none spills more than in {TABLE.name}")
+        return int(bool(problems))
+    TABLE.parent.mkdir(parents=True, exist_ok=True)
+    with TABLE.open("w", newline="") as stream:
+        writer = csv.DictWriter(stream, [field.name for field in fields(Row)], lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(asdict(row) for row in rows)
+    return 0
+
+
+def report(sharding: SingleDeviceSharding) -> Iterator[Row]:
+    """Compile all kernels, one by one."""
+    solved = set()
+    for (key_dim, value_dim), variants in SIZES.items():
+        for features in variants:
+            for name, function, arguments in launches(key_dim, value_dim, features):
+                if name == "solve":  # it knows nothing of values
+                    if (key_dim, features) in solved:
+                        continue
+                    solved.add((key_dim, features))
+                row = Row(name, key_dim, value_dim, features)
+                yield compiled(row, function, jax.tree.map(partial(_place, sharding=sharding), arguments))
+
+
+def _place(x: jax.ShapeDtypeStruct, sharding: SingleDeviceSharding) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+
+
+def launches(key_dim: int, value_dim: int, features: str) -> Iterator[tuple[str, Callable, tuple]]:
+    """The kernels of one call, forward and backward, with their arguments."""
+
+    def half(*shape: int) -> Any:
+        return jax.ShapeDtypeStruct(shape, jnp.bfloat16)
+
+    def full(*shape: int) -> Any:
+        return jax.ShapeDtypeStruct(shape, jnp.float32)
+
+    k, v, gate = (half(BATCH, TIME, HEADS, n) for n in (key_dim, value_dim, 1))
+    given: Any = {name: gate if name in features else None for name in ("erases", "decays", "packed")}
+    plan = make_plan(k, k, v, given["erases"], given["decays"], given["packed"], key_dim**-0.5)
+    per_chunk = (BATCH, HEADS, TIME // CHUNK)
+    gates = full(*per_chunk, plan.gate_rows, CHUNK)
+    inverse = half(*per_chunk, CHUNK, CHUNK) if plan.erases else None
+    state, states = full(BATCH, HEADS, value_dim, key_dim), half(*per_chunk, value_dim, key_dim)
+    if plan.erases:
+        yield "solve", partial(solve, plan=plan), (k, gates)
+    inputs = (k, k, v, inverse, gates, state)
+    yield "forward", partial(forward, plan=plan.staged(3)), inputs
+    yield "forward_residuals", partial(forward, plan=plan.staged(2), residuals=True), inputs
+    yield "backward_states", partial(backward_states, plan=plan.staged(2)), (k, k, v, inverse, gates, state)
+    if plan.packed:  # what long sequences of few heads take besides; the other features cost no more
+        staged = plan.staged(3)
+        passed = partial(backward_states, plan=staged, residuals=False)
+        moved = dataclasses.replace(staged, value_dim=key_dim, warpgroups=key_dim // CHUNK)
+        identity = full(BATCH, HEADS, key_dim, key_dim)
+        yield "segment_states", partial(forward, plan=staged), (None, k, v, inverse, gates, None)
+        yield "segment_transitions", partial(forward, plan=moved), (None, k, None, inverse, gates, identity)
+        yield "segment_gradients", passed, (k, k, v, inverse, gates, state)
+    yield "backward_chunks", partial(backward_chunks, plan=plan), (k, k, v, v, v, v, states, states, gates)
+
+
+def compiled(row: Row, function: Callable, arguments: tuple) -> Row:
+    """The row with what ptxas and the disassembler say of its kernel."""
+    start = time.process_time()
+    lowered = jax.jit(function).trace(*arguments).lower(lowering_platforms=("cuda",))
+    with tempfile.TemporaryDirectory() as folder:
+        os.environ["MOSAIC_GPU_DUMP_TO"] = folder  # not before: dumps make the lowering four times slower
+        try:
+            lowered.compile()
+        finally:
+            del os.environ["MOSAIC_GPU_DUMP_TO"]
+        ptxas, sass, passes = (_only(folder, pattern) for pattern in ("*.ptxas", "*.sass*", "*mlir-passes*"))
+    return Row(
+        *row.key,
+        registers=_number(r"Used (\d+) registers", ptxas),
+        spill_stores=_number(r"(\d+) bytes spill stores", ptxas),
+        shared_memory=_number(r"dynamic_shared_memory_size %c(\d+)_i32", passes),
+        hgmma=len(re.findall(r"\bHGMMA\b", sass)),
+        seconds=round(time.process_time() - start, 1),
+    )
+
+
+def _only(folder: str, pattern: str) -> str:
+    (path,) = Path(folder).glob(pattern)
+    return path.read_text()
+
+
+def _number(pattern: str, text: str) -> int:
+    (found,) = set(re.findall(pattern, text))
+    return int(found)
+
+
+def compare(rows: list[Row], table: list[Row]) -> list[str]:
+    """One line for each kernel that spills more than in the table, or that is not in it, or only in it."""
+    known, lines = {row.key: row for row in table}, []
+    for row in rows:
+        before = known.pop(row.key, None)
+        if before is None:
+            lines.append(f"{row.key} is not in the table")
+        elif row.spill_stores > before.spill_stores:
+            lines.append(f"{row.key} spills {row.spill_stores} bytes; in the table {before.spill_stores}")
+    return lines + [f"{key} is in the table only" for key in known]
+
+
+def read(path: Path) -> list[Row]:
+    """The rows of a table that was written."""
+
+    def parsed(line: dict[str, str]) -> Row:
+        values: dict[str, Any] = {name: kind(line[name]) for name, kind in get_type_hints(Row).items()}
+        return Row(**values)
+
+    with path.open() as stream:
+        return [parsed(line) for line in csv.DictReader(stream)]
+
+
+def render(rows: list[Row]) -> Table:
+    """The table, for the terminal."""
+    table = Table(*(field.name for field in fields(Row)))
+    for row in rows:
+        table.add_row(*map(str, asdict(row).values()))
+    return table
+
+
+if __name__ == "__main__":
+    sys.exit(main())
