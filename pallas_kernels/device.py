@@ -19,7 +19,11 @@ class Unsupported(ValueError):
 
 @contextlib.contextmanager
 def interpreted(*, detect_races: bool = False) -> Iterator[None]:
-    """Run GPU kernels in JAX's interpreter, on any machine: slow, exact in what it checks, for tests."""
+    """Run GPU kernels in JAX's interpreter, on any machine: slow, exact in what it checks, for tests.
+
+    On a machine of few cores set the environment variable NPROC to 16 before JAX is imported: a kernel's warpgroups
+    wait for each other, each on a thread of XLA's pool, which has one a core.
+    """
     token = _interpretation.set(plgpu.InterpretGPUParams(detect_races=detect_races))
     try:
         yield

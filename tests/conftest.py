@@ -3,6 +3,9 @@
 import gc
 import os
 
+# Warpgroups of an interpreted kernel wait for each other inside callbacks, each on a thread of XLA's pool, which has
+# one a core: with two cores none may be left for the one that the others wait for.
+os.environ.setdefault("NPROC", "16")
 os.environ.setdefault("JAX_PLATFORMS", "cpu")  # before JAX is imported; set it to test on an accelerator
 
 # Tests compile far more than they compute: without LLVM's optimisations they take half the time.

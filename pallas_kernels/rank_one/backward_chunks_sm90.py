@@ -21,7 +21,7 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.mosaic import APPROXIMATE, WGMMA, MatrixUnit, Zero, index, rows, tiled, zeros
+from pallas_kernels.mosaic import APPROXIMATE, WGMMA, MatrixUnit, Zero, rows, tiled, zeros
 from pallas_kernels.rank_one.layout import CHUNK, COLUMNS, MULTIPROCESSORS, Gates, Plan
 from pallas_kernels.rank_one.stream_sm90 import Refs, matrix_unit
 
@@ -263,12 +263,6 @@ class _Chunks:
 
         def use(x: Refs, j: int, scores: Array, dq: Array, dw: Array, total: Array) -> tuple[Array, ...]:
             dr, v = (plgpu.load(x[name], layout=WGMMA).astype(jnp.float32) for name in ("drows", "v"))
-            if j:
-                plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-            s["dv"][...] = (dr * rows(gates.at[Gates.WRITE])).astype(plan.dtype)
-            plgpu.commit_smem()
-            plgpu.copy_smem_to_gmem(s["dv"], self.made["dv"].at[b, tokens, h, pl.ds(j * COLUMNS, COLUMNS)])
-            dw += jnp.sum(dr * v, 1)
             if plan.decays:
                 for part in range(0, plan.key_dim, CHUNK):
                     size = pl.ds(part, CHUNK)
@@ -276,6 +270,12 @@ class _Chunks:
                         plgpu.load(x[name].at[:, size], layout=WGMMA).astype(jnp.float32) for name in STATES
                     )
                     total += jnp.sum(state * dstate, 1)
+            if j:
+                plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+            s["dv"][...] = (dr * rows(gates.at[Gates.WRITE])).astype(plan.dtype)
+            plgpu.commit_smem()
+            plgpu.copy_smem_to_gmem(s["dv"], self.made["dv"].at[b, tokens, h, pl.ds(j * COLUMNS, COLUMNS)])
+            dw += jnp.sum(dr * v, 1)
             if "do" in x:
                 scores = unit.add(scores, (x["do"], x["rows"].transpose((1, 0))))
                 dq = unit.add(dq, (x["do"], x["states"]))
@@ -287,8 +287,7 @@ class _Chunks:
         plgpu.barrier_wait(s["keys_loaded"])
         parts = {"WRITE": dw}
         if "do" in self.given:
-            row, column = index(0), index(1)
-            scores *= plan.within(gates, row, column, diagonal=True)
+            scores = plan.decayed(scores, gates, diagonal=True)
             if plan.scale != 1.0:
                 scores *= plan.scale
             s["scores"][...] = scores.astype(plan.dtype)
@@ -336,8 +335,7 @@ class _Chunks:
             )
             overlap = _row_products(s["k"], entering)
             dk -= entering * lax.broadcast_in_dim(read, dk.shape, [0])
-            row, column = index(0), index(1)
-            erasures = -erasures * plan.within(gates, row, column, diagonal=False)
+            erasures = -plan.decayed(erasures, gates, diagonal=False)
             gram = unit.product(SQUARE, (s["k"], s["k"].transpose((1, 0))))
             parts["ERASE"] = jnp.sum(erasures * gram, 1) - entry * overlap
             half = (erasures * lax.broadcast_in_dim(erase, SQUARE, [0])).astype(plan.dtype)

@@ -8,7 +8,7 @@ from typing import Any
 import jax.numpy as jnp
 from jax import Array
 
-from pallas_kernels.mosaic import columns, rows
+from pallas_kernels.mosaic import columns, index, rows
 
 CHUNK = 64  # tokens of a chunk
 MULTIPROCESSORS = 132  # of an H100 SXM or H200
@@ -69,21 +69,20 @@ class Plan:
 
         Together no more than the block starts with (168 a thread for three warpgroups), or it waits for ever.
         """
-        return (208, 88) if self.warpgroups == 2 else (240, 96)
+        return (208, 88) if self.warpgroups == 2 else (240, 232)
 
     @property
     def gate_rows(self) -> int:
         """Rows of the gate array."""
         return 9 if self.packed else 7
 
-    def within(self, gates: Any, row: Array, column: Array, *, diagonal: bool) -> Array:
-        """Γ: what is left of row j's write at row i > j, or i ≥ j with the diagonal; 0 elsewhere."""
+    def decayed(self, x: Array, gates: Any, *, diagonal: bool) -> Array:
+        """x ⊙ Γ: x_ij times what is left of row j's write at row i > j, or i ≥ j with the diagonal; 0 elsewhere."""
+        row, column = index(0), index(1)
         kept = row >= column if diagonal else row > column
         if not self.decays:
-            return jnp.where(kept, 1.0, 0.0)
-        size = row.shape
+            return jnp.where(kept, x, 0.0)
         if self.packed:
-            document, again = gates.at[Gates.DOCUMENT], gates.at[Gates.DOCUMENT_AGAIN]
-            kept &= rows(document, size[1]) == columns(again, size[0])
-        exponent = rows(gates.at[Gates.SUM], size[1]) - columns(gates.at[Gates.SUM_AGAIN], size[0])
-        return jnp.exp(jnp.where(kept, exponent, -jnp.inf))
+            kept &= rows(gates.at[Gates.DOCUMENT]) == columns(gates.at[Gates.DOCUMENT_AGAIN])
+        exponent = rows(gates.at[Gates.SUM]) - columns(gates.at[Gates.SUM_AGAIN])
+        return x * jnp.exp(jnp.where(kept, exponent, -jnp.inf))

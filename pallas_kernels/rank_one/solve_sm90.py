@@ -119,7 +119,7 @@ def _lower(s: dict[str, Any], plan: Plan, unit: MatrixUnit) -> Array:
         plgpu.load(s["gates"].at[Gates.ERASE], layout=plgpu.Layout.WGMMA.reduce(1)) * square * inverse_length
     )
     lower = gram * lax.broadcast_in_dim(factor, gram.shape, [0]) * columns(s["inverse_length_again"])
-    lower *= plan.within(s["gates"], row, column, diagonal=False)
+    lower = plan.decayed(lower, s["gates"], diagonal=False)
     panels = [lower[:, i * BLOCK : (i + 1) * BLOCK] for i in range(CHUNK // BLOCK)]
     block = index(0, (CHUNK, BLOCK)) // BLOCK
     near = panels[3]

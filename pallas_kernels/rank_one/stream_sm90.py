@@ -12,7 +12,7 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.mosaic import APPROXIMATE, MatrixUnit, index, tiled
+from pallas_kernels.mosaic import APPROXIMATE, MatrixUnit, tiled
 from pallas_kernels.rank_one.layout import CHUNK, COLUMNS, Plan
 
 Refs = dict[str, Any]
@@ -162,9 +162,8 @@ def _load_and_score(given: Refs, s: Refs, plan: Plan, group: int, reverse: bool)
     def score(i: Array) -> None:
         slot = lax.rem(i, plan.stages)
         plgpu.barrier_wait(s["loaded"].at[slot])
-        row, column = index(0), index(1)
         scores = unit.product((CHUNK, CHUNK), (s["q"].at[slot], s["k"].at[slot].transpose((1, 0))))
-        scores *= plan.within(s["gates"].at[slot], row, column, diagonal=True)
+        scores = plan.decayed(scores, s["gates"].at[slot], diagonal=True)
         if plan.scale != 1.0:
             scores *= plan.scale
         s["scores"][slot] = scores.astype(plan.dtype)
