@@ -176,3 +176,21 @@ def test_kernels_are_lowered_inside_shard_map(axis):
         traced = jax.jit(program).trace(*jax.tree.map(placed, (inputs, weights), in_specs))
         text = traced.lower(lowering_platforms=("cuda",)).as_text()
     assert text.count("@mosaic_gpu_v2") == 4
+
+
+def test_shard_map_that_checks_what_varies_is_refused():
+    """Outputs of kernels do not say over which mesh axes they vary; a sum over devices could then be left out."""
+    mesh = jax.sharding.Mesh(jax.devices()[:1], ("data",))
+    spec = jax.sharding.PartitionSpec("data")
+    k, beta = jnp.ones((1, 64, 1, 64), jnp.bfloat16), jnp.ones((1, 64, 1))
+
+    def outputs(form):
+        def evaluate(k, beta):
+            return cells.efla(k, k, k, beta, form=form)[0]
+
+        return jax.shard_map(evaluate, mesh=mesh, in_specs=spec, out_specs=spec)(k, beta)
+
+    with kernels.interpreted():
+        assert outputs(None).shape == k.shape
+        with pytest.raises(cells.UnsupportedForm, match="check_vma=False"):
+            outputs("pallas_gpu")

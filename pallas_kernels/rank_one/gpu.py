@@ -36,6 +36,8 @@ RESIDUALS = tuple(f"rank_one_{name}" for name in ("gates", "inverse", "transitio
 def check(q: Array | None, k: Array, v: Array, *others: Array | None) -> None:
     """Raise `Unsupported` if the kernels cannot serve here; the message says why."""
     check_hopper()
+    if jax.typeof(k).mat.varying:
+        raise Unsupported("inside jax.shard_map the kernels need check_vma=False")
     for name, x in (("q", q), ("v", v)):
         if x is not None and x.dtype != k.dtype:
             raise Unsupported(
