@@ -161,19 +161,14 @@ class _Chunks:
             plgpu.set_max_registers(40, action="decrease")
             pl.loop(0, self.count)(self.load)
 
-        @pl.when(wg == QUERIES)
-        def _():
-            plgpu.set_max_registers(232, action="increase")
-            zero = Zero(s["zero"].at[QUERIES])
-            pl.loop(0, self.count)(lambda i: self.queries(i, zero.get(), matrix_unit(s, QUERIES)))
-            plgpu.wait_smem_to_gmem(0)
+        for role, work in ((QUERIES, self.queries), (KEYS, self.keys)):
 
-        @pl.when(wg == KEYS)
-        def _():
-            plgpu.set_max_registers(232, action="increase")
-            zero = Zero(s["zero"].at[KEYS])
-            pl.loop(0, self.count)(lambda i: self.keys(i, zero.get(), matrix_unit(s, KEYS)))
-            plgpu.wait_smem_to_gmem(0)
+            @pl.when(wg == role)
+            def _(role=role, work=work):
+                plgpu.set_max_registers(232, action="increase")
+                zero = Zero(s["zero"].at[role])
+                pl.loop(0, self.count)(lambda i: work(i, zero.get(), matrix_unit(s, role)))
+                plgpu.wait_smem_to_gmem(0)
 
     def buffers(self, zero: Array) -> Refs:
         """The shared memory, without the first axis where that has one copy only."""

@@ -16,9 +16,16 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.mosaic import WGMMA, columns, tiled
+from pallas_kernels.mosaic import WGMMA, columns
 from pallas_kernels.rank_one.layout import CHUNK, COLUMNS, Gates, Plan
-from pallas_kernels.rank_one.stream_sm90 import Refs, each_chunk, matrix_unit, run_stream, worker_columns
+from pallas_kernels.rank_one.stream_sm90 import (
+    Refs,
+    each_chunk,
+    matrix_unit,
+    residual_buffers,
+    run_stream,
+    worker_columns,
+)
 
 SQUARE = (COLUMNS, CHUNK)
 
@@ -54,24 +61,14 @@ def backward_states(
         plan: sizes and features of this call.
         residuals: see above.
     """
-    batch, time, _, _ = k.shape
-    states = (*final_state.shape[:2], plan.chunks, *final_state.shape[2:])
     outputs = {"initial_state": jax.ShapeDtypeStruct(final_state.shape, jnp.float32)}
     scratch: dict[str, Any] = {}
     if residuals:
-        shape_v = (batch, time, plan.value_heads, plan.value_dim)
-        outputs |= {
-            "states": jax.ShapeDtypeStruct(states, plan.dtype),
-            "rows": jax.ShapeDtypeStruct(shape_v, plan.dtype),
-        }
-        scratch["states"] = tiled(plan.warpgroups, COLUMNS, plan.key_dim, dtype=plan.dtype)
-        scratch["rows"] = tiled(plan.warpgroups, CHUNK, COLUMNS, dtype=plan.dtype)
+        more, scratch = residual_buffers(k, plan)
+        outputs |= more
     inputs = {"q": q, "k": k, "do": do, "inverse": inverse, "gates": gates, "final_state": final_state}
 
-    def work(given: Refs, made: Refs, s: Refs, worker: Array) -> None:
-        _recur(given, made, s, worker, plan)
-
-    made = run_stream(work, "rank_one_backward_states", inputs, outputs, scratch, plan, reverse=True)
+    made = run_stream(_recur, "rank_one_backward_states", inputs, outputs, scratch, plan, reverse=True)
     return StateGradients(made["initial_state"], made.get("states"), made.get("rows"))
 
 

@@ -19,7 +19,14 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.mosaic import WGMMA, columns, tiled, zeros
 from pallas_kernels.rank_one.layout import CHUNK, COLUMNS, Gates, Plan
-from pallas_kernels.rank_one.stream_sm90 import Refs, each_chunk, matrix_unit, run_stream, worker_columns
+from pallas_kernels.rank_one.stream_sm90 import (
+    Refs,
+    each_chunk,
+    matrix_unit,
+    residual_buffers,
+    run_stream,
+    worker_columns,
+)
 
 SQUARE = (COLUMNS, CHUNK)
 
@@ -64,16 +71,11 @@ def forward(
         outputs["o"] = jax.ShapeDtypeStruct(shape_v, plan.dtype)
         scratch["o"] = tiled(plan.warpgroups, CHUNK, COLUMNS, dtype=plan.dtype)
     if residuals:
-        outputs["states"] = jax.ShapeDtypeStruct((*shape_s[:2], plan.chunks, *shape_s[2:]), plan.dtype)
-        outputs["rows"] = jax.ShapeDtypeStruct(shape_v, plan.dtype)
-        scratch["states"] = tiled(plan.warpgroups, COLUMNS, plan.key_dim, dtype=plan.dtype)
-        scratch["rows"] = tiled(plan.warpgroups, CHUNK, COLUMNS, dtype=plan.dtype)
+        more, buffers = residual_buffers(k, plan)
+        outputs, scratch = outputs | more, scratch | buffers
     inputs = {"q": q, "k": k, "v": v, "inverse": inverse, "gates": gates, "initial_state": initial_state}
 
-    def work(given: Refs, made: Refs, s: Refs, worker: Array) -> None:
-        _recur(given, made, s, worker, plan)
-
-    made = run_stream(work, "rank_one_forward", inputs, outputs, scratch, plan)
+    made = run_stream(_recur, "rank_one_forward", inputs, outputs, scratch, plan)
     return Results(made.get("o"), made["final_state"], made.get("states"), made.get("rows"))
 
 

@@ -7,6 +7,7 @@ loaded, and computes their scores P = scale · Tril(Q Kᵀ ⊙ Γ) ahead of the 
 from collections.abc import Callable
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax import Array, lax
 from jax.experimental import pallas as pl
@@ -22,7 +23,7 @@ OF_COLUMNS = ("v", "do")  # [B, T, HV, V]; each worker takes its 64 columns
 
 
 def run_stream(
-    work: Callable[[Refs, Refs, Refs, Any], None],
+    work: Callable[[Refs, Refs, Refs, Any, Plan], None],
     name: str,
     inputs: dict[str, Any],
     outputs: dict[str, Any],
@@ -31,7 +32,7 @@ def run_stream(
     *,
     reverse: bool = False,
 ) -> dict[str, Array]:
-    """Launch a kernel whose workers run `work(inputs, outputs, scratch, worker)`; returns the outputs by name.
+    """Launch a kernel whose workers run `work(inputs, outputs, scratch, worker, plan)`; returns the outputs by name.
 
     Args:
         work: must pass through all chunks by `each_chunk`.
@@ -61,7 +62,7 @@ def run_stream(
             @pl.when(wg < plan.warpgroups)
             def _():
                 plgpu.set_max_registers(plan.registers[0], action="increase")
-                work(given, made, s, wg)
+                work(given, made, s, wg, plan)
 
         pl.run_scoped(run, scratch, collective_axes="wg")
 
@@ -77,6 +78,21 @@ def run_stream(
         kernel_name=name,
     )(*inputs.values())
     return dict(zip(outputs, results, strict=True))
+
+
+def residual_buffers(k: Any, plan: Plan) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Outputs and scratch of what the backward pass needs of a chunk: the state that enters it, and its rows."""
+    batch, time = k.shape[:2]
+    states = (batch, plan.value_heads, plan.chunks, plan.value_dim, plan.key_dim)
+    outputs = {
+        "states": jax.ShapeDtypeStruct(states, plan.dtype),
+        "rows": jax.ShapeDtypeStruct((batch, time, plan.value_heads, plan.value_dim), plan.dtype),
+    }
+    scratch = {
+        "states": tiled(plan.warpgroups, COLUMNS, plan.key_dim, dtype=plan.dtype),
+        "rows": tiled(plan.warpgroups, CHUNK, COLUMNS, dtype=plan.dtype),
+    }
+    return outputs, scratch
 
 
 def each_chunk(
