@@ -23,17 +23,31 @@ class KVCache(NamedTuple):
     length: Array  # int32 scalar
 
 
+def rotary(
+    positions: Int[Array, "T"], width: int, base: float
+) -> tuple[Float[Array, "T P"], Float[Array, "T P"]]:
+    """Return cos and sin of positions · base^(-2i/width) for i < P = width/2, in float32."""
+    half = width // 2
+    frequencies = base ** (-jnp.arange(half, dtype=jnp.float32) / half)
+    angles = positions.astype(jnp.float32)[:, None] * frequencies[None]
+    return jnp.cos(angles), jnp.sin(angles)
+
+
+def turn(
+    x: Float[Array, "*B K"], cos: Float[Array, "*#B P"], sin: Float[Array, "*#B P"]
+) -> Float[Array, "*B K"]:
+    """Turn the pairs (x_i, x_{i + K/2}) by the angles of `rotary`, in float32."""
+    a, b = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+    return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x.dtype)
+
+
 def rotate(x: Float[Array, "B T H K"], positions: Int[Array, "T"], base: float) -> Float[Array, "B T H K"]:
     """Rotate the pairs (x_i, x_{i + K/2}) by positions · base^(-2i/K), in float32 (RoPE).
 
     Scores then depend on the distance of query and key alone, so the positions may count from any token.
     """
-    half = x.shape[-1] // 2
-    frequencies = base ** (-jnp.arange(half, dtype=jnp.float32) / half)
-    angles = (positions.astype(jnp.float32)[:, None] * frequencies[None])[None, :, None]
-    cos, sin = jnp.cos(angles), jnp.sin(angles)
-    a, b = jnp.split(x.astype(jnp.float32), 2, axis=-1)
-    return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x.dtype)
+    cos, sin = rotary(positions, x.shape[-1], base)
+    return turn(x, cos[None, :, None], sin[None, :, None])
 
 
 class SoftmaxAttention(nnx.Module):
