@@ -208,9 +208,8 @@ def test_state_has_one_size():
         tokens = some_tokens(length=length)
         after = jax.eval_shape(lambda x: model.extend(x, model.init_cache(2, 9)), tokens)[1].decoder
         sizes.add(sum(leaf.size for leaf in jax.tree.leaves(after)))
-    assert sizes == {
-        2 * 16 + 2 * 2 * (2 * 2 * 16)
-    }  # the register, and keys and values of W - 1 = 2 positions
+    # The register, and keys and values of W - 1 = 2 positions, for two sequences.
+    assert sizes == {2 * 16 + 2 * 2 * 2 * 16}
 
 
 @pytest.mark.parametrize(("name", "stages"), [("RLT-1", 7), ("RLT-2", 3 * 2), ("RLT-0", 1), ("GPT", 0)])
