@@ -2,7 +2,9 @@
 
 import math
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any, Protocol
 
 import grain
 import jax
@@ -13,7 +15,20 @@ from eflax.progress import Progress
 from eflax.training.checkpoint import Checkpoints
 from eflax.training.interrupt import StopRequest
 from eflax.training.run_folder import WAY_OUT, Record, RunFolder, RunFolderError
-from eflax.training.step import Metrics, TrainState, TrainStep
+from eflax.training.step import Metrics
+
+
+class Trained(Protocol):
+    """What is trained: a tree of arrays that can say which of them are parameters, such as a `TrainState`."""
+
+    @property
+    def params(self) -> PyTree:
+        """The parameters."""
+        ...
+
+
+type Step[State] = Callable[[State, Any], tuple[State, Metrics]]
+type Validate[State] = Callable[[int, State], tuple[State, Record]]
 
 
 class Diverged(ArithmeticError):
@@ -31,6 +46,7 @@ class Trainer:
         checkpoint_every: steps between checkpoints; one is also written at the start, at the end, at a stop.
         log_every: steps between writes to metrics.jsonl, which also are the points where the loss is looked
             at (asking more often would keep an accelerator waiting).
+        validate_every: steps between validations, where there are any; the last step has one, too.
     """
 
     folder: RunFolder
@@ -38,10 +54,16 @@ class Trainer:
     steps: int
     checkpoint_every: int = 50
     log_every: int = 10
+    validate_every: int = 100
 
-    def train(
-        self, name: str, state: TrainState, train_step: TrainStep, batches: grain.DatasetIterator
-    ) -> TrainState:
+    def train[State: Trained](
+        self,
+        name: str,
+        state: State,
+        train_step: Step[State],
+        batches: grain.DatasetIterator,
+        validate: Validate[State] | None = None,
+    ) -> State:
         """Train to the last step, from the newest checkpoint of `name` in the folder if there is one.
 
         Every step leaves a record {"run": name, "step": 1, 2, …, "loss", …, "time"} in the metrics. A
@@ -53,6 +75,8 @@ class Trainer:
             state: the initial state; its buffers are given away.
             train_step: maps (state, batch) to (state, metrics), see `make_train_step`.
             batches: at its first batch.
+            validate: maps (step, state) to the state to go on with, which may keep what it found, and to what becomes
+                a record {"run": name, "step": …, …} in the metrics, without a "loss".
 
         Raises:
             Interrupted: `stop` was requested; a checkpoint was written.
@@ -72,7 +96,7 @@ class Trainer:
                 self._check_history(name, step)
             if step < self.steps:
                 self.folder.keep(lambda record: record.get("run") != name or record["step"] <= step)
-                state = self._advance(name, step, state, train_step, batches, checkpoints)
+                state = self._advance(name, step, state, train_step, batches, checkpoints, validate)
             return state
         finally:
             checkpoints.close()
@@ -86,15 +110,16 @@ class Trainer:
                 f"checkpoint is of step {step}; {WAY_OUT}"
             )
 
-    def _advance(
+    def _advance[State: Trained](
         self,
         name: str,
         step: int,
-        state: TrainState,
-        train_step: TrainStep,
+        state: State,
+        train_step: Step[State],
         batches: grain.DatasetIterator,
         checkpoints: Checkpoints,
-    ) -> TrainState:
+        validate: Validate[State] | None,
+    ) -> State:
         pending: list[tuple[int, Metrics]] = []
         with Progress(f"train {name}", self.steps, step) as progress:
             while step < self.steps:
@@ -103,11 +128,15 @@ class Trainer:
                 pending.append((step, metrics))
                 stopping = self.stop.requested
                 save = stopping or step % self.checkpoint_every == 0 or step == self.steps
-                if save or step % self.log_every == 0:
+                due = validate is not None and (step % self.validate_every == 0 or step == self.steps)
+                if save or due or step % self.log_every == 0:
                     records = _to_records(name, pending)
                     self.folder.append(records)
                     pending.clear()
                     progress.advance(len(records), loss=records[-1]["loss"])
+                if validate is not None and due:
+                    state, record = validate(step, state)
+                    self.folder.append([{"run": name, "step": step, **record}])
                 if save:
                     _check_params(state.params, step)
                     checkpoints.save(step, state, batches=batches.get_state())
