@@ -31,8 +31,10 @@ def case_forms(names):
 
 CASE_FORMS, DEFAULT_FORMS = case_forms(oracle.CASES), case_forms(oracle.DEFAULTS)
 # What a form does depends on the coefficients that are there, not on the cell: nothing, decay, erase and write, all,
-# and the recurrence of another kind. Properties of forms are tested on these; numbers on every cell.
-DISTINCT_FORMS = case_forms(("linear_attention", "ssd", "efla", "gated_efla", "selective_ssm"))
+# and the recurrence of another kind. Properties of forms are tested on these, whose coefficients are the quickest to
+# compile; numbers on every cell.
+DISTINCT = ("linear_attention", "ssd", "delta_rule", "gated_delta_rule", "selective_ssm")
+DISTINCT_FORMS = case_forms(DISTINCT)
 
 
 def cell_of(case_name) -> Any:

@@ -1,19 +1,36 @@
 """Start a run in its own process, wait until it has come somewhere, and end it."""
 
+import atexit
 import os
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 LONGEST_WAIT = 300  # seconds: a slow machine only makes the test slow
 
 
+@cache
+def compiled_programs() -> str:
+    """A folder for compiled programs, removed at the end of the test process."""
+    folder = tempfile.TemporaryDirectory()
+    atexit.register(folder.cleanup)
+    return folder.name
+
+
 def launch(*command: str) -> subprocess.Popen[str]:
-    """Start `python COMMAND` in the checkout, on the CPU."""
-    environment = {**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)}
+    """Start `python COMMAND` in the checkout, on the CPU; programs compiled by one process serve the next ones."""
+    environment = {
+        **os.environ,
+        "JAX_PLATFORMS": "cpu",
+        "PYTHONPATH": str(ROOT),
+        "JAX_COMPILATION_CACHE_DIR": compiled_programs(),
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+    }
     return subprocess.Popen(
         [sys.executable, *command],
         text=True,

@@ -78,7 +78,7 @@ def _first(T, inputs):
 
 
 @pytest.mark.newest_jax
-@pytest.mark.parametrize(("case_name", "form"), harness.DEFAULT_FORMS)
+@pytest.mark.parametrize(("case_name", "form"), harness.DISTINCT_FORMS)
 def test_several_chunks_of_64(case_name, form):
     names = set(LONG_REGIMES) & set(regimes.regimes_of(oracle.CASES[case_name]))
     lines = deviations(case_name, form, regimes.LONG, sorted(names))

@@ -115,7 +115,7 @@ def test_empty_sequence_returns_the_initial_state(case_name, form):
             np.testing.assert_array_equal(x, y)
 
 
-@pytest.mark.parametrize("case_name", oracle.DEFAULTS)
+@pytest.mark.parametrize("case_name", harness.DISTINCT)
 def test_chunk_size_changes_nothing(case_name):
     """Enough rows, heads and chunks that an implementation may well work through them in groups."""
     shape = regimes.Shape(T=200, B=4, K=6, V=5)
