@@ -3,12 +3,9 @@
 `python -m experiments.smnist` needs no flag and no network; `--help` tells the rest.
 """
 
-import io
 import signal
 import sys
-import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
 
@@ -18,7 +15,6 @@ if __name__ == "__main__":  # Ctrl-C ends the imports without a traceback; later
 import jax
 import jax.numpy as jnp
 import optax
-import tyro
 from flax import nnx
 from jaxtyping import Array, Float, PyTree
 from rich.console import Console
@@ -29,11 +25,8 @@ from eflax.evaluation import FAMILIES, count_correct
 from eflax.models import SequenceClassifier
 from eflax.progress import Progress
 from eflax.training import (
-    CheckpointError,
     Diverged,
-    Interrupted,
     RunFolder,
-    RunFolderError,
     StopRequest,
     Trainer,
     TrainStep,
@@ -42,54 +35,21 @@ from eflax.training import (
     initial_state,
     make_train_step,
 )
-from eflax.training.run_folder import CONFIG
-from experiments.smnist_config import RECORDS, read_flags, to_config
-from experiments.smnist_flags import KEYS, Arm, FlagError, Flags, Plan, make_plan, with_absolute_paths
+from experiments import command
+from experiments.command import FlagError, run_command
+from experiments.smnist_config import EXPERIMENT, RECORDS, read_flags, to_config
+from experiments.smnist_flags import KEYS, Arm, Flags, Plan, make_plan, with_absolute_paths
 from experiments.smnist_report import write_report
 
 
 def main(args: Sequence[str] | None = None) -> int:
     """Run the experiment; `args` are the command-line flags. Returns the exit code."""
-    for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="replace")  # an ASCII terminal shows "?" for σ, and the run goes on
-    # A file takes the tables whole.
-    console = Console(highlight=False, width=None if sys.stdout.isatty() else 132)
-    out = Path()
-    try:
-        flags = parse_flags(args)
-        out = flags.resume or flags.out or Path("runs") / time.strftime("smnist-%Y%m%d-%H%M%S")
-        return run(flags, out, console)
-    except Interrupted as interrupted:
-        way_on = "no training had begun"
-        if (out / CONFIG).exists():
-            way_on = f"continue with: python -m experiments.smnist --resume {out}"
-        console.print(f"\n{interrupted}; {way_on}", soft_wrap=True)  # one line, to be copied
-        return interrupted.exit_code
-    except KeyboardInterrupt:  # before the run began, or a second time while it was stopping
-        console.print(
-            f"\nstopped at once; if {out} holds a run, --resume {out} continues from its last checkpoint"
-        )
-        return 130
-    except (FlagError, RunFolderError, CheckpointError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    return run_command(EXPERIMENT, lambda: parse_flags(args), run)
 
 
 def parse_flags(args: Sequence[str] | None = None) -> Flags:
-    """Return the flags of the command line; with --resume, those of the run that it continues, changed by it.
-
-    Raises:
-        FlagError: --resume and --out were both given.
-        RunFolderError: the folder to resume holds no run, or a damaged one.
-    """
-    flags = tyro.cli(Flags, args=args, prog="python -m experiments.smnist")
-    if flags.resume is not None:
-        if flags.out is not None:
-            raise FlagError(f"--out {flags.out}: a resumed run goes on in its own folder; leave --out out")
-        saved = replace(read_flags(flags.resume), resume=flags.resume)
-        flags = tyro.cli(Flags, args=args, default=saved, prog="python -m experiments.smnist")
-    return with_absolute_paths(flags)
+    """Return the flags of the command line; with --resume, those of the run that it continues, changed by it."""
+    return with_absolute_paths(command.parse_flags(Flags, EXPERIMENT, args, read_flags))
 
 
 def run(flags: Flags, out: Path, console: Console) -> int:

@@ -8,14 +8,11 @@ from tyro.conf import arg
 
 from eflax.cells import CELLS
 from eflax.data.images import NAMES
+from experiments.command import FlagError
 
 SWEEP = (1e-4, 3e-4, 1e-3, 3e-3, 1e-2)
 MAX_SEED = 2**32 - 1
 KEYS = {"unit": True, "raw": False}
-
-
-class FlagError(ValueError):
-    """A flag has a value that cannot be used; the message names it and the way out."""
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import grain
 import jax
@@ -18,6 +18,7 @@ from eflax.training.run_folder import WAY_OUT, Record, RunFolder, RunFolderError
 from eflax.training.step import Metrics
 
 
+@runtime_checkable
 class Trained(Protocol):
     """What is trained: a tree of arrays that can say which of them are parameters, such as a `TrainState`."""
 
