@@ -9,6 +9,8 @@ import optax
 from flax import nnx
 from jaxtyping import Array, Float, Int, PyTree
 
+from eflax.layers import no_weight_decay
+
 type Metrics = dict[str, jax.Array]
 type LossFunction = Callable[[Any, PyTree], tuple[jax.Array, Metrics]]
 type TrainStep = Callable[["TrainState", PyTree], tuple["TrainState", Metrics]]
@@ -47,6 +49,11 @@ def adamw(
     return optax.chain(optax.clip_by_global_norm(clip_norm), adam)
 
 
+def decay_mask(params: PyTree) -> PyTree:
+    """Return which parameters decay: all but norm scales, biases, A_log, dt_bias and D, see `no_weight_decay`."""
+    return jax.tree_util.tree_map_with_path(lambda path, _: not no_weight_decay(path), params)
+
+
 def cross_entropy(
     logits: Float[Array, "*B K"], labels: Int[Array, "*B"], weight: Float[Array, "*B"]
 ) -> tuple[Float[Array, ""], Metrics]:
@@ -69,7 +76,12 @@ def initial_state(model: nnx.Module, optimizer: optax.GradientTransformation) ->
 
 
 def make_train_step(
-    model: nnx.Module, optimizer: optax.GradientTransformation, loss_function: LossFunction
+    model: nnx.Module,
+    optimizer: optax.GradientTransformation,
+    loss_function: LossFunction,
+    *,
+    accumulate: int = 1,
+    shardings: TrainState | None = None,
 ) -> TrainStep:
     """Return the jitted step of training `model`, or another model of the same structure.
 
@@ -80,18 +92,49 @@ def make_train_step(
         model: an NNX module; its `nnx.Param`s are trained. Only its structure is used.
         optimizer: gives the updates.
         loss_function: maps (model, batch) to (scalar loss, dict of scalar metrics).
+        accumulate: a step averages the gradients of so many smaller batches, one after the other, each weighted by
+            its metric "tokens". The arrays of a batch then have a leading axis of this size. The metrics are averaged
+            in the same way, but for "tokens", which is summed.
+        shardings: where each leaf of the state lies on a mesh; None leaves it to JAX.
     """
     graph = nnx.graphdef(model)
 
     def loss_of(params: PyTree, rest: PyTree, batch: PyTree) -> tuple[jax.Array, Metrics]:
-        return loss_function(nnx.merge(graph, params, rest), batch)
+        loss, metrics = loss_function(nnx.merge(graph, params, rest), batch)
+        return loss, {"loss": loss, **metrics}
+
+    gradient = jax.grad(loss_of, has_aux=True)
 
     def train_step(state: TrainState, batch: PyTree) -> tuple[TrainState, Metrics]:
-        (loss, metrics), grads = jax.value_and_grad(loss_of, has_aux=True)(state.params, state.rest, batch)
+        if accumulate == 1:
+            grads, metrics = gradient(state.params, state.rest, batch)
+        else:
+            grads, metrics = _weighted_mean(lambda part: gradient(state.params, state.rest, part), batch)
         with jax.numpy_dtype_promotion("standard"):  # Adam raises a float to the power of an integer count
             updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
             params = optax.apply_updates(state.params, updates)
-        metrics = {"loss": loss, "grad_norm": optax.tree.norm(grads), **metrics}
+        metrics = {"loss": metrics.pop("loss"), "grad_norm": optax.tree.norm(grads), **metrics}
         return TrainState(params, state.rest, opt_state), metrics
 
-    return jax.jit(train_step, donate_argnums=0)
+    return jax.jit(
+        train_step, donate_argnums=0, out_shardings=None if shardings is None else (shardings, None)
+    )
+
+
+def _weighted_mean(
+    gradient: Callable[[PyTree], tuple[PyTree, Metrics]], batch: PyTree
+) -> tuple[PyTree, Metrics]:
+    """Return the means of gradients and metrics over the leading axis of a batch, weighted by the metric "tokens"."""
+
+    def add(carry: PyTree, part: PyTree) -> tuple[PyTree, None]:
+        total, sums = carry
+        result = gradient(part)
+        tokens = result[1]["tokens"]
+        sums = jax.tree.map(lambda s, x: s + tokens.astype(x.dtype) * x, sums, result)
+        return (total + tokens, sums), None
+
+    shapes = jax.eval_shape(gradient, jax.tree.map(lambda x: x[0], batch))
+    zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
+    (total, sums), _ = jax.lax.scan(add, (jnp.zeros_like(zeros[1]["tokens"]), zeros), batch)
+    grads, metrics = jax.tree.map(lambda s: s / jnp.maximum(total, 1).astype(s.dtype), sums)
+    return grads, {**metrics, "tokens": total}
