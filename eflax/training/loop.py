@@ -29,7 +29,7 @@ class Trained(Protocol):
 
 
 type Step[State] = Callable[[State, Any], tuple[State, Metrics]]
-type Validate[State] = Callable[[int, State], tuple[State, Record]]
+type Validate[State] = Callable[[int, State], tuple[State, list[Record]]]
 
 
 class Diverged(ArithmeticError):
@@ -76,8 +76,8 @@ class Trainer:
             state: the initial state; its buffers are given away.
             train_step: maps (state, batch) to (state, metrics), see `make_train_step`.
             batches: at its first batch.
-            validate: maps (step, state) to the state to go on with, which may keep what it found, and to what becomes
-                a record {"run": name, "step": …, …} in the metrics, without a "loss".
+            validate: maps (step, state) to the state to go on with, which may keep what it found, and to what
+                becomes records {"run": name, "step": …, …} in the metrics, without a "loss".
 
         Raises:
             Interrupted: `stop` was requested; a checkpoint was written.
@@ -136,8 +136,8 @@ class Trainer:
                     pending.clear()
                     progress.advance(len(records), loss=records[-1]["loss"])
                 if validate is not None and due:
-                    state, record = validate(step, state)
-                    self.folder.append([{"run": name, "step": step, **record}])
+                    state, found = validate(step, state)
+                    self.folder.append({"run": name, "step": step, **record} for record in found)
                 if save:
                     _check_params(state.params, step)
                     checkpoints.save(step, state, batches=batches.get_state())
