@@ -18,7 +18,7 @@ class Progress:
 
     Args:
         label: what is being done, such as "train efla".
-        total: number of units to do.
+        total: number of units to do, 0 where it is not known.
         start: units already done, for instance before a resume; they do not count towards the rate.
         unit: name of a unit, for the rate ("step", "MB").
     """
@@ -88,5 +88,6 @@ class Progress:
             f"{(self.total - self.done) / rate:.0f} s left" if rate > 0 and self.done < self.total else ""
         )
         elapsed = f"{time.monotonic() - self._began:.0f} s"
-        parts = (f"{self.done:g}/{self.total:g}", elapsed, self._speed(), remaining, self._note)
+        share = f"{self.done:g}/{self.total:g}" if self.total else f"{self.done:g}"  # 0: not known
+        parts = (share, elapsed, self._speed(), remaining, self._note)
         self._console.print(f"{self.label}: " + "  ".join(part for part in parts if part))

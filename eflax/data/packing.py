@@ -1,0 +1,124 @@
+"""Batches of tokens: windows over documents in sequence, shuffled globally, mixed by weight, defined by the step.
+
+The batch of a step depends on the data, the sizes and the seed alone. So a training that is resumed, be it with other
+processes or devices, sees the batches that would have come.
+"""
+
+from collections.abc import Sequence
+from typing import Any, SupportsIndex
+
+import grain
+import numpy as np
+
+from eflax.data.batches import Batch
+from eflax.data.idx import DataError
+from eflax.data.text_cache import TokenStore
+
+STEPS = 1 << 40  # more than any training has
+
+
+class Windows:
+    """The tokens of a store, cut into windows of `length` that predict their next tokens, in order.
+
+    A window is a dict of `tokens` and `targets` [T] int32, `weight` [T] float32, and, where documents are kept apart,
+    `segment_ids` [T] int32, up by one at each document. The first token of a document is then no target.
+
+    Args:
+        store: the tokens.
+        length: T, tokens of a window.
+        separate: keep documents apart; otherwise a window is read as one text.
+        remainder: whether a last window that is not full counts, padded with tokens of weight 0.
+
+    Raises:
+        DataError: there are fewer tokens than one window needs.
+    """
+
+    def __init__(
+        self, store: TokenStore, length: int, *, separate: bool = True, remainder: bool = False
+    ) -> None:
+        targets = len(store.tokens) - 1
+        self.store, self.length, self.separate = store, length, separate
+        self._count = -(-targets // length) if remainder else targets // length
+        if self._count < 1:
+            raise DataError(
+                f"{store.name} has {len(store.tokens)} tokens, too few for a window of {length}; "
+                "give more text or a shorter sequence length"
+            )
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __getitem__(self, index: SupportsIndex) -> Batch:
+        if not 0 <= int(index) < self._count:
+            raise IndexError(index)
+        start = int(index) * self.length
+        ids = self.store.tokens[start : start + self.length + 1].astype(np.int32)
+        missing = self.length + 1 - len(ids)
+        weight = np.ones(self.length + 1, np.float32)
+        weight[len(ids) :] = 0
+        ids = np.pad(ids, (0, missing))
+        window = {"tokens": ids[:-1], "targets": ids[1:], "weight": weight[1:]}
+        if self.separate:
+            low, high = np.searchsorted(self.store.starts, (start, start + self.length + 1))
+            begins = np.zeros(self.length + 1, np.int32)
+            begins[self.store.starts[low:high] - start] = 1
+            window["weight"] = window["weight"] * (1 - begins[1:]).astype(np.float32)
+            window["segment_ids"] = 1 + np.cumsum(begins[:-1], dtype=np.int32)
+        return window
+
+
+def text_batches(
+    stores: Sequence[TokenStore],
+    length: int,
+    batch_size: int,
+    seed: int,
+    *,
+    weights: Sequence[float] | None = None,
+    separate: bool = True,
+    process: int = 0,
+    processes: int = 1,
+) -> grain.DatasetIterator[Batch]:
+    """Return an endless iterator over batches; each window of a store comes once an epoch of that store.
+
+    A batch stacks the arrays of `Windows`: [B, T].
+
+    Args:
+        stores: the data.
+        length: T, tokens of a sequence.
+        batch_size: B of all processes together.
+        seed: of the order.
+        weights: how often each store is drawn from; by default in proportion to its size.
+        separate: keep documents apart, see `Windows`.
+        process: which part of a batch this process gets, of `processes`, which divide B.
+
+    Raises:
+        DataError: a store is too short.
+        ValueError: sizes or weights do not fit.
+    """
+    if batch_size < 1 or batch_size % processes:
+        raise ValueError(
+            f"batch_size={batch_size} must be positive and a multiple of the {processes} processes"
+        )
+    if seed < 0:
+        raise ValueError(f"seed must not be negative, got {seed}")
+    windows = [Windows(store, length, separate=separate) for store in stores]
+    shares = [float(len(each)) for each in windows] if weights is None else list(weights)
+    if not stores or len(shares) != len(stores) or min(shares) <= 0:
+        raise ValueError(
+            f"weights={shares}: there must be a positive one for each of the {len(stores)} sources"
+        )
+    orders = [
+        grain.MapDataset.source(each).shuffle(seed=(seed + number) % 2**32).repeat()
+        for number, each in enumerate(windows)
+    ]
+    total = sum(shares)
+    rows: Any = grain.MapDataset.mix(orders, [share / total for share in shares])
+    own = batch_size // processes
+
+    def gather(step: int) -> Batch:
+        first = step * batch_size + process * own
+        parts = [rows[index] for index in range(first, first + own)]
+        return {name: np.stack([part[name] for part in parts]) for name in parts[0]}
+
+    steps = grain.MapDataset.range(STEPS).map(gather)
+    return iter(steps.to_iter_dataset(grain.ReadOptions(num_threads=2, prefetch_buffer_size=4)))
