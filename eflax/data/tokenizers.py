@@ -4,7 +4,7 @@ import hashlib
 import importlib
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol, SupportsIndex, runtime_checkable
 
 from eflax.data.download import RemoteFile, default_cache, fetch_all
 from eflax.data.idx import DataError
@@ -34,7 +34,7 @@ class Tokenizer(Protocol):
         """Return the ids of a text, without special ones."""
         ...
 
-    def decode(self, ids: Iterable[int]) -> str:
+    def decode(self, ids: Iterable[SupportsIndex]) -> str:
         """Return the text of ids; special ones give nothing, and bytes that are no UTF-8 give U+FFFD."""
         ...
 
@@ -50,9 +50,9 @@ class ByteTokenizer:
         """Return the bytes."""
         return list(text.encode())
 
-    def decode(self, ids: Iterable[int]) -> str:
+    def decode(self, ids: Iterable[SupportsIndex]) -> str:
         """Return the text of bytes."""
-        return bytes(i for i in ids if i < 256).decode(errors="replace")
+        return bytes(int(i) for i in ids if int(i) < 256).decode(errors="replace")
 
 
 class SentencePieceTokenizer:
@@ -75,7 +75,7 @@ class SentencePieceTokenizer:
         """Return the ids of a text."""
         return self._model.encode(text)
 
-    def decode(self, ids: Iterable[int]) -> str:
+    def decode(self, ids: Iterable[SupportsIndex]) -> str:
         """Return the text of ids."""
         return self._model.decode([int(i) for i in ids])
 
@@ -107,7 +107,7 @@ class HuggingFaceTokenizer:
         """Return the ids of a text."""
         return self._model.encode(text, add_special_tokens=False).ids
 
-    def decode(self, ids: Iterable[int]) -> str:
+    def decode(self, ids: Iterable[SupportsIndex]) -> str:
         """Return the text of ids."""
         return self._model.decode([int(i) for i in ids], skip_special_tokens=True)
 
