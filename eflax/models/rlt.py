@@ -27,7 +27,7 @@ from eflax.cells.checks import check_count, known_values
 from eflax.layers.parts import RMSNorm
 from eflax.layers.state import check_counts, check_divides
 from eflax.models.rlt_decoder import Decoder, DecoderState
-from eflax.models.rlt_parts import EPSILON, EncoderBlock, KeyValues, Rotary, Sizes, empty_slots
+from eflax.models.rlt_parts import EPSILON, KEEP_PRODUCTS, EncoderBlock, KeyValues, Rotary, Sizes, empty_slots
 
 BASE_WIDTH = 1024  # of the width-µP of the authors' base code: logits are multiplied by BASE_WIDTH / width
 
@@ -146,11 +146,8 @@ class RLT(nnx.Module):
         rotary = Rotary.of(positions, self.sizes)
         layers = []
         for index, block in enumerate(self.encoder):
-            q, past = block.attention.project(x, rotary)
-            if cache is not None:
-                past = cache.encoder[index].write(past, start)
-            slots = jnp.arange(past.keys.shape[2], dtype=jnp.int32)
-            x = block.mlp(block.attention(x, q, past, positions[:, None] >= slots[None]))
+            past = None if cache is None else cache.encoder[index]
+            x, past = jax.checkpoint(block.__call__, policy=KEEP_PRODUCTS)(x, rotary, positions, past)
             layers.append(past)
         memory = None if self.decoder.memory is None else self.decoder.memory(x, rotary)
         if memory is not None and cache is not None and cache.memory is not None:

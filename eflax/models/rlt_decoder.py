@@ -1,7 +1,7 @@
 """The decoder of the Recurrent Looped Transformer: the state H, and the loop over it."""
 
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -9,7 +9,16 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from eflax.layers.state import check_divides
-from eflax.models.rlt_parts import DecoderBlock, KeyValues, Memory, Merge, Rotary, Sizes, empty_slots
+from eflax.models.rlt_parts import (
+    KEEP_PRODUCTS,
+    DecoderBlock,
+    KeyValues,
+    Memory,
+    Merge,
+    Rotary,
+    Sizes,
+    empty_slots,
+)
 
 
 class DecoderState(NamedTuple):
@@ -84,12 +93,14 @@ class Decoder(nnx.Module):
                 one at the end, H after it is right for chunk=1 alone.
             truncate, remat, unroll: see `RLT`.
         """
-        length = e.shape[1]
+        length, weights = e.shape[1], [block.mlp.weights() for block in self.blocks]
         if self.interval is None or self.merge is None:
             if truncate is not None:
                 raise ValueError(f"truncate={truncate}: without feedback there are no steps to cut between")
             positions = start + jnp.arange(length, dtype=jnp.int32)
-            s, window = self.run(state.window, e, memory, Rotary.of(positions, self.sizes), positions)
+            s, window = self.run(
+                weights, state.window, e, memory, Rotary.of(positions, self.sizes), positions
+            )
             return s, DecoderState(None, window)
         if truncate is not None:
             check_divides("truncate", truncate, "feedback_interval", self.interval)
@@ -104,13 +115,19 @@ class Decoder(nnx.Module):
 
         rotary = Rotary(*(cut(x, 0) for x in Rotary.of(positions, self.sizes)))
         steps = Step(cut(e, 1), cut(self.merge.gate(e), 1), rotary, cut(positions, 0))
-        body = partial(self.step, memory, truncate)
-        body = jax.checkpoint(body, prevent_cse=False) if remat else body
+        body = partial(self.step, weights, memory, truncate)
+        # In a loop nothing can be merged with the forward pass, so no barrier against that is needed.
+        body = jax.checkpoint(body, policy=None if remat else KEEP_PRODUCTS, prevent_cse=False)
         state, s = jax.lax.scan(body, state, steps, unroll=unroll)
         return jnp.moveaxis(s, 0, 1).reshape(e.shape)[:, :length], state
 
     def step(
-        self, memory: KeyValues | None, truncate: int | None, state: DecoderState, step: Step
+        self,
+        weights: list[Any],
+        memory: KeyValues | None,
+        truncate: int | None,
+        state: DecoderState,
+        step: Step,
     ) -> tuple[DecoderState, Float[Array, "B C D"]]:
         """Advance H by one chunk."""
         assert self.merge is not None and self.interval is not None
@@ -120,7 +137,7 @@ class Decoder(nnx.Module):
         before = state.register
         assert before is not None
         u = self.merge(step.e, step.gate, before)
-        s, window = self.run(state.window, u, memory, step.rotary, step.positions)
+        s, window = self.run(weights, state.window, u, memory, step.rotary, step.positions)
         register = s[:, -1]
         if s.shape[1] != self.interval:
             register = jnp.where((step.positions[-1] + 1) % self.interval == 0, register, before)
@@ -128,6 +145,7 @@ class Decoder(nnx.Module):
 
     def run(
         self,
+        weights: list[Any],
         window: tuple[KeyValues, ...],
         z: Float[Array, "B C D"],
         memory: KeyValues | None,
@@ -140,12 +158,12 @@ class Decoder(nnx.Module):
         distance = positions[:, None] - slots[None]
         near = (distance >= 0) & (distance < self.window) & (slots >= 0)[None]
         after = []
-        for block, past in zip(self.blocks, window, strict=True):
+        for block, mlp, past in zip(self.blocks, weights, window, strict=True):
             q, new = block.attention.project(z, rotary)
             filled = jax.tree.map(lambda old, x: jnp.concatenate([old, x], axis=2), past, new)
             z = block.attention(z, q, filled, near)
             assert memory is not None
             known = positions[:, None] >= jnp.arange(memory.keys.shape[2], dtype=jnp.int32)[None]
-            z = block.mlp(block.cross(z, memory, rotary, known))
+            z = block.mlp(block.cross(z, memory, rotary, known), mlp)
             after.append(jax.tree.map(lambda x: x[:, :, count:], filled))
         return z, tuple(after)
