@@ -129,12 +129,9 @@ def test_a_machine_without_a_hopper_gpu_is_refused():
 @pytest.mark.parametrize("cell", oracle.CASES)
 def test_form_none_picks_the_kernels_where_they_serve(cell):
     """But not where they lose digits: see the budget of normalised linear attention."""
-    if "q" not in oracle.CASES[cell].arguments:
-        assert "pallas_gpu" not in harness.cell_of(cell).forms
-        return
     inputs, _ = kernels.problem(cell)
     with kernels.interpreted():
-        picked = "rank_one_forward" in kernels.kernels_in(lambda x: harness.call(cell, x), inputs)
+        picked = bool(kernels.kernels_in(lambda x: harness.call(cell, x), inputs))
     assert picked == (cell != "linear_attention")
 
 

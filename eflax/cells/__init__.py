@@ -38,7 +38,9 @@ coefficients and decay sums are float32, or float64 where any input is (which JA
   | "pallas_gpu" | kernels for Hopper GPUs | as chunkwise, C = 64 | T / C states (16-bit), T × C inverses |
 
   "pallas_gpu" needs q, k and v all in bfloat16 or all in float16, keys of at most 128 entries, and float32 states. It
-  is differentiable once, in reverse (no jvp).
+  is differentiable once, in reverse (no jvp). Up to 8 tokens it is one kernel, float32 too, which `step` uses as well
+  and which updates a donated state in place: for K a multiple of 32 and V of 16, and some more. selective_ssm's takes
+  inputs of any 16- or 32-bit dtype and N ≤ 64, and keeps a state for 16 tokens.
 - `chunk_size` C of the chunkwise form: changes cost, not results.
 - `q = None` reads nothing out: o is None and only the final state is computed. A last read-out is then
   `cell.read(final_state, q_last)`.

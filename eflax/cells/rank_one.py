@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from functools import partial
-from typing import cast
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +10,16 @@ from jax import Array, lax
 from jax.typing import DTypeLike
 
 from eflax.cells import checks, shapes
-from eflax.cells.forms import EDIT_FORMS, Coefficients, Edits, edit_state, pallas_gpu, read_state, restarts
+from eflax.cells.forms import (
+    EDIT_FORMS,
+    Coefficients,
+    Edits,
+    edit_state,
+    pallas_decode,
+    pallas_gpu,
+    read_state,
+    restarts,
+)
 from eflax.cells.numerics import matmul_precision, on_device, state_dtype, vary_like
 
 DECAY = "g is a log-decay and must be <= 0, so that e^g is in (0, 1]"
@@ -90,6 +99,8 @@ class RankOneCell[State]:
     def _choose_form(self, form, q, k, v, *others, **options):
         """The form that was asked for, or the fastest one that serves."""
         del options
+        if form in (None, pallas_gpu.NAME) and self._decodes(k.shape[1], q, k, v, *others):
+            return pallas_gpu.NAME
         if form == pallas_gpu.NAME:
             pallas_gpu.check(q, k, v, *others)
         chosen = checks.choose_form(self.name, form, self.forms, k.shape[1])
@@ -97,11 +108,22 @@ class RankOneCell[State]:
             return pallas_gpu.NAME
         return chosen
 
-    def _step(self, state, q_t, k_t, v_t, gates_t, scale, **options):
+    def _decodes(self, tokens, q, k, v, *others) -> bool:
+        """Whether the kernel for a few tokens serves."""
+        return pallas_decode.serves(tokens, q, k, jax.eval_shape(self._values, v), *others)
+
+    def _step(self, state, q_t, k_t, v_t, gates_t, scale, **options) -> Any:
         axes = self._check_inputs(q_t, k_t, v_t, gates_t, "B", "_t")
         self._check_state(axes, "state", state)
         self._check_options(scale, **options)
         state, q_t, k_t, v_t, gates_t = on_device(state, q_t, k_t, v_t, gates_t)
+        if self._decodes(1, q_t, k_t, v_t, *gates_t, *jax.tree.leaves(state)):
+            q, k, v, *gates = (x[:, None] for x in (q_t, k_t, v_t, *gates_t))
+            form, kernels = pallas_gpu.NAME, pallas_gpu.Context.of(scale)
+            o, state = _run(
+                self, q, k, v, tuple(gates), scale, state, None, form, 1, tuple(options.items()), kernels
+            )
+            return state, o[:, 0]
         matrix = self._to_matrix(state)
         dtype = state_dtype(q_t, k_t, v_t, *gates_t, matrix)
         edit = _edits(self, None, k_t, v_t, gates_t, scale, None, dtype, options)
@@ -160,7 +182,9 @@ def _run_kernels(cell, q, k, v, gates, scale, restart, matrix, options):
     """The kernels take q, k and v as they are given, and share key heads themselves."""
     wide = _share_heads(k.astype(matrix.dtype), v.shape[2])
     coefficients = cell.coefficients(wide, *(x.astype(matrix.dtype) for x in gates), **options)
-    return pallas_gpu.pallas_gpu(q, k, cell._values(v), coefficients, restart, matrix, scale)
+    few = cell._decodes(k.shape[1], q, k, v, *gates, matrix)
+    kernels = pallas_decode.pallas_decode if few else pallas_gpu.pallas_gpu
+    return kernels(q, k, cell._values(v), coefficients, restart, matrix, scale)
 
 
 def _edits(cell, q, k, v, gates, scale, restart, dtype, options) -> Edits:

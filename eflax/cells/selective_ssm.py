@@ -9,8 +9,9 @@ from jax import Array, lax
 from jaxtyping import Bool, Float
 
 from eflax.cells import affine, checks, shapes
-from eflax.cells.forms import restarts
+from eflax.cells.forms import pallas_gpu, restarts
 from eflax.cells.numerics import on_device, state_dtype, vary_like
+from pallas_kernels.selective_scan import gpu
 
 Channels = Float[Array, "B T D"]
 Projections = Float[Array, "B T N"]
@@ -45,7 +46,7 @@ class SelectiveSSM:
 
     name = "selective_ssm"
     arguments = ("x", "dt", "A", "B", "C")
-    forms = ("recurrent", "associative", "chunkwise")
+    forms = ("recurrent", "associative", "chunkwise", pallas_gpu.NAME)
 
     def __repr__(self) -> str:
         return f"eflax.cells.{self.name}({', '.join(self.arguments)})"
@@ -65,7 +66,8 @@ class SelectiveSSM:
         """Outputs y [B, T, D] in x's dtype and the final state [B, D, N] in float32 (float64 for such inputs).
 
         C = None reads nothing out (y is None). Other arguments and errors: see `eflax.cells`. Memory: `associative`
-        holds [B, T, D, N]; `chunkwise` holds one chunk of that and, for the backward pass, one state per chunk.
+        holds [B, T, D, N]; `chunkwise` holds one chunk of that and, for the backward pass, one state per chunk;
+        `pallas_gpu` one state per 16 tokens.
         """
         axes = checks.Axes()
         axes.bind("x", x, "B T D")
@@ -75,8 +77,18 @@ class SelectiveSSM:
         if initial_state is not None:
             axes.bind("initial_state", initial_state, "B D N")
         checks.check_count("chunk_size", chunk_size)
-        form = checks.choose_form(self.name, form, self.forms, axes.size["T"])
-        return _run(x, dt, A, B, C, initial_state, segment_ids, form, chunk_size)
+        form = self._choose_form(form, x, dt, A, B, C, initial_state)
+        kernels = pallas_gpu.Context.of(1.0) if form == pallas_gpu.NAME else None
+        return _run(x, dt, A, B, C, initial_state, segment_ids, form, chunk_size, kernels)
+
+    def _choose_form(self, form: str | None, x: Array, *others: Array | None) -> str:
+        """The form that was asked for, or the fastest one that serves."""
+        if form == pallas_gpu.NAME:
+            pallas_gpu.check(x, *others, of=gpu.check)
+        chosen = checks.choose_form(self.name, form, self.forms, x.shape[1])
+        if form is None and chosen == "chunkwise" and pallas_gpu.refusal(x, *others, of=gpu.check) is None:
+            return pallas_gpu.NAME
+        return chosen
 
     def step(
         self,
@@ -126,8 +138,9 @@ def _check_projections(axes: checks.Axes, A, B, C, leading: str, suffix: str) ->
         axes.bind(f"C{suffix}", C, f"{leading} N")
 
 
-@partial(jax.jit, static_argnames=("form", "chunk_size"))
-def _run(x, dt, A, B, C, initial_state, segment_ids, form, chunk_size):
+@partial(jax.jit, static_argnames=("form", "chunk_size", "kernels"))
+def _run(x, dt, A, B, C, initial_state, segment_ids, form, chunk_size, kernels):
+    del kernels  # of kernels, what they were compiled for
     dtype = state_dtype(x, dt, A, B, C, initial_state)
     if initial_state is None:
         initial_state = jnp.zeros((x.shape[0], *A.shape), dtype)
@@ -135,6 +148,8 @@ def _run(x, dt, A, B, C, initial_state, segment_ids, form, chunk_size):
     if x.shape[1] == 0:
         return None if C is None else x, state
     restart = None if segment_ids is None else restarts(segment_ids)
+    if form == pallas_gpu.NAME:
+        return gpu.selective_scan(x, dt, A, B, C, restart, state)
     x_dtype = x.dtype
     x, dt, A, B, C = jax.tree.map(lambda z: z.astype(dtype), (x, dt, A, B, C))
     tokens = Tokens(x, dt, B, C, restart)

@@ -1,5 +1,6 @@
 """Hopper GPUs: the recurrence in kernels of `pallas_kernels.rank_one`, forward and backward."""
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from jax import Array
@@ -24,18 +25,18 @@ class Context(NamedTuple):
         return cls(interpretation(), float(scale) if isinstance(scale, (int, float)) else None)
 
 
-def refusal(q: Array | None, k: Array, v: Array, *others: Array | None) -> str | None:
-    """Why the kernels cannot serve these inputs here; None if they can."""
+def refusal(*inputs: Array | None, of: Callable[..., None] = gpu.check) -> str | None:
+    """Why the kernels whose check is `of` cannot serve these inputs here; None if they can."""
     try:
-        gpu.check(q, k, v, *others)
+        of(*inputs)
     except Unsupported as error:
         return str(error)
     return None
 
 
-def check(q: Array | None, k: Array, v: Array, *others: Array | None) -> None:
-    """Raise UnsupportedForm if the kernels cannot serve these inputs here."""
-    reason = refusal(q, k, v, *others)
+def check(*inputs: Array | None, of: Callable[..., None] = gpu.check) -> None:
+    """Raise UnsupportedForm if the kernels whose check is `of` cannot serve these inputs here."""
+    reason = refusal(*inputs, of=of)
     if reason is not None:
         raise UnsupportedForm(f"form={NAME!r} cannot serve: {reason} (form=None picks one that can)")
 

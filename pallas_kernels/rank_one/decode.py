@@ -1,0 +1,121 @@
+"""A few tokens of the recurrence on a Hopper GPU, in one launch: arguments and gradients."""
+
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+from jaxtyping import Bool, Float
+
+from pallas_kernels.device import Unsupported, check_hopper, interpretation
+from pallas_kernels.rank_one.decode_sm90 import choose_tile, decode
+
+LONGEST = 8  # tokens, above which the kernels that work in chunks take less time
+DTYPES = (jnp.bfloat16, jnp.float16, jnp.float32)
+
+
+def check(tokens: int, q: Any, k: Any, v: Any, *others: Any) -> None:
+    """Raise `Unsupported` if the kernel cannot serve so many tokens here; q, k and v may be of one, without T."""
+    check_hopper()
+    if jax.typeof(k).mat.varying:
+        raise Unsupported("inside jax.shard_map the kernels need check_vma=False")
+    if q is None:
+        raise Unsupported("q is None; the decode kernel always reads out")
+    if not 0 < tokens <= LONGEST:
+        raise Unsupported(f"there are {tokens} tokens; the decode kernel takes 1 to {LONGEST}")
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if x.dtype not in DTYPES:
+            raise Unsupported(f"{name} is {x.dtype}; the decode kernel reads bfloat16, float16 and float32")
+    if any(x is not None and x.dtype == jnp.float64 for x in others):
+        raise Unsupported("a gate or the state is float64; the kernels keep the state in float32")
+    if 0 in (*k.shape, *v.shape) or choose_tile(k.shape[-1], v.shape[-1]) is None:
+        raise Unsupported(
+            f"the decode kernel has no tile for states of {k.shape[-1]} × {v.shape[-1]} entries"
+        )
+
+
+def decode_tokens(
+    q: Float[Array, "B T H K"],
+    k: Float[Array, "B T H K"],
+    v: Float[Array, "B T HV V"],
+    erase: Float[Array, "B T HV"] | None,
+    write: Float[Array, "B T HV"] | None,
+    log_decay: Float[Array, "B T HV"] | None,
+    restart: Bool[Array, "B T"] | None,
+    state: Float[Array, "B HV K V"],
+    *,
+    scale: float = 1.0,
+) -> tuple[Float[Array, "B T HV V"], Float[Array, "B HV K V"]]:
+    """Evaluate the recurrence of `rank_one` for 1 to 8 tokens; differentiable once.
+
+    The arguments are those of `rank_one`, but q, k and v may be float32, too, and have different dtypes. Where `state`
+    is not used afterwards, as under `jax.jit(..., donate_argnums=...)`, the new state takes its memory.
+
+    Raises:
+        Unsupported: not a Hopper GPU, or dtypes and sizes that the kernel does not have.
+    """
+    check(k.shape[1], q, k, v, erase, write, log_decay, state)
+    if restart is not None:
+        decay = jnp.zeros(v.shape[:3], jnp.float32) if log_decay is None else log_decay
+        log_decay = jnp.where(restart[..., None], -jnp.inf, decay)
+    return _evaluate(scale, interpretation(), q, k, v, erase, write, log_decay, state)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _evaluate(scale, interpret, *arrays):
+    return _kernel(scale, interpret)(*arrays)
+
+
+def _evaluate_forward(scale, interpret, *arrays):
+    return _kernel(scale, interpret)(*arrays), arrays
+
+
+def _evaluate_backward(scale, interpret, arrays, cotangents):
+    del interpret
+    _, transpose = jax.vjp(partial(_written_out, scale), *arrays)
+    return transpose(cotangents)
+
+
+_evaluate.defvjp(_evaluate_forward, _evaluate_backward)
+
+
+def _kernel(scale: float, interpret: Any) -> Any:
+    """The kernel, which under vmap takes the new axis for more of the batch."""
+
+    @jax.custom_batching.custom_vmap
+    def run(*arrays):
+        *inputs, state = arrays
+        tile = choose_tile(*state.shape[2:])
+        assert tile is not None
+        state, o = decode(state, *inputs, tile=tile, scale=scale, interpret=interpret)
+        return o, state
+
+    @run.def_vmap
+    def _(size, batched, *arrays):
+        def joined(x: Array, has_axis: bool) -> Array:
+            x = x if has_axis else jnp.broadcast_to(x[None], (size, *x.shape))
+            return x.reshape(-1, *x.shape[2:])
+
+        results = run(*jax.tree.map(joined, arrays, tuple(batched)))
+        return jax.tree.map(lambda x: x.reshape(size, -1, *x.shape[1:]), results), (True, True)
+
+    return run
+
+
+def _written_out(scale, q, k, v, erase, write, log_decay, state):
+    """The same in plain XLA, token by token, for the gradient."""
+    outputs, heads = [], v.shape[2]
+    product = partial(jnp.einsum, "bhkv,bhk->bhv", precision=lax.Precision.HIGHEST)
+    q, k = (jnp.repeat(x.astype(jnp.float32), heads // x.shape[2], 2) for x in (q, k))
+    for t in range(v.shape[1]):
+        row = v[:, t].astype(jnp.float32)
+        if write is not None:
+            row *= write[:, t, :, None]
+        if log_decay is not None:
+            state *= jnp.exp(log_decay[:, t])[..., None, None]
+        if erase is not None:
+            row -= erase[:, t, :, None] * product(state, k[:, t])
+        state += k[:, t, :, :, None] * row[:, :, None, :]
+        outputs.append((product(state, q[:, t]) * scale).astype(v.dtype))
+    return jnp.stack(outputs, 1), state
