@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from experiments import kernel_report
+from experiments import kernel_launches, kernel_report
 
 
 def test_the_table_has_every_kernel_that_is_compiled():
@@ -13,7 +13,9 @@ def test_the_table_has_every_kernel_that_is_compiled():
             assert {row.kernel for row in table if row.key[1:] == (*sizes, features)} >= {*launched} - {
                 "solve"
             }
-    assert all(row.registers > 0 and row.shared_memory > 0 and row.hgmma > 0 for row in table)
+    others = {key for key, *_ in (*kernel_launches.decode_launches(), *kernel_launches.scan_launches())}
+    assert others <= {row.key for row in table}
+    assert all(row.registers > 0 for row in table)
 
 
 def test_spills_new_and_lost_kernels_are_found():
