@@ -121,7 +121,7 @@ def _draw_validations(plan: Plan, rows: list[Row]) -> Figure:
     return figure
 
 
-def _band(panel: Axes, x: Sequence[float], rows: list[Row], metric: str, color: str, label: str) -> None:
+def _band(panel: Axes, x: Sequence[int], rows: list[Row], metric: str, color: str, label: str) -> None:
     middle = 100 * np.array([row[f"{metric}_mean"] for row in rows], float)
     spread = 100 * np.array(
         [row[f"{metric}_sd"] for row in rows], float

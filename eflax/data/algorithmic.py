@@ -72,7 +72,8 @@ class Task(ABC):
 
     def symbol(self, token: int) -> str:
         """Return a token for readers."""
-        return {BOS: "<bos>", EOS: "<eos>", PAD: ""}.get(token) or (chr(token) if token < PAD else "")
+        special = {BOS: "<bos>", EOS: "<eos>", PAD: "<pad>"}
+        return special.get(token) or (chr(token) if 32 <= token < 127 else f"<{token}>")
 
     def batches(self, batch_size: int, seed: int | None = None) -> grain.DatasetIterator[Batch]:
         """Return endless training batches, all of one shape; batch i depends on the seed and i alone.

@@ -1,0 +1,270 @@
+"""The state-tracking experiment: flags and plans, its scores, its optimizer, and a small run from end to end."""
+
+import csv
+import json
+import shutil
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from eflax.data.algorithmic_tasks import TASKS
+from eflax.evaluation.length import accuracy, example_scores, sum_scores
+from eflax.training import TrainState
+from experiments import state_tracking
+from experiments.command import FlagError
+from experiments.state_tracking_flags import PRESETS, make_plan
+from experiments.state_tracking_models import Arm, Selected, keep_best, optimizer, parse_model
+from experiments.state_tracking_published import CURVES, published_curve, published_validation
+from experiments.state_tracking_report import length_rows
+
+SMALL = ["--task", "swaps", "--model", "rlt1:1+1", "--seeds", "1", "2", "--width", "16", "--num-heads", "2"]
+SHORT = ["--steps", "4", "--batch-size", "4", "--validate-every", "2", "--checkpoint-every", "2"]
+FEW = ["--lengths", "32", "--test-size", "6", "--validation-size", "6", "--eval-batch-size", "4"]
+
+
+def plan(*args):
+    return make_plan(state_tracking.parse_flags(args))
+
+
+def test_the_paper_protocol():
+    named = plan("--task", "parity", "--model", "rlt1", "gpt", "--split", "5+3")
+    assert [arm.name for arm in named.arms] == ["rlt1-5+3", "gpt-8"]
+    sizes = (named.seeds, named.steps, named.batch_size, named.lr, named.sizes.width, named.sizes.num_heads)
+    assert sizes == ((42, 43, 44), 2000, 512, 1e-4, 512, 4)
+    assert (named.test_size, named.validation_size) == (1024, 256)
+    assert plan("--task", "mod5-flat", "--preset", "splits").steps == 5000
+    sixteen = plan("--preset", "sixteen")
+    assert (sixteen.seeds, sixteen.batch_size, len(sixteen.arms)) == ((42,), 1024, 10)
+    assert {arm.encoder + arm.decoder for arm in sixteen.arms} == {16}
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_presets_are_plans(name):
+    for task in TASKS:
+        for arm in plan("--task", task, "--preset", name).arms:
+            curve = published_curve(task, arm.name)
+            assert set(curve) <= set(TASKS[task].test_lengths)
+            assert all(0 <= mean <= 100 for mean, _ in curve.values())
+
+
+def test_published_numbers():
+    assert published_curve("parity", "gpt-8")[256] == (50.07, 1.63)
+    assert published_curve("swaps", "rlt1-4+4") | {} == {
+        **dict.fromkeys((32, 48, 64, 96, 128), (100.0, None)),
+        192: (99.45, 0.48),
+        256: (97.30, 2.76),
+        512: (55.70, 25.78),
+    }
+    assert published_curve("swaps", "rlt2-4+4") == {48: (68.29, 8.75), 64: (19.60, 6.54)}
+    assert published_curve("parity", "deltanet-8") == {}
+    assert published_validation("mod5-flat", 5000, "rlt1-5+3") == (99.13, 1.28)
+    assert published_validation("mod5-flat", 123, "rlt1-5+3") is None
+    for lengths, models in CURVES.values():
+        assert all(len(values.split()) == len(lengths) for values in models.values())
+
+
+def test_models_by_name():
+    assert parse_model("rlt1", "5+3") == Arm("rlt1", (), 5, 3)
+    assert parse_model("deltanet,allow_negative_eigenvalues=true:8", "4+4").name == (
+        "deltanet,allow_negative_eigenvalues=true-8"
+    )
+    assert parse_model("efla+transformer,num_heads=2", "4+4") == Arm(
+        "efla+transformer", (("num_heads", 2),), 8, 0
+    )
+
+
+BAD_FLAGS = {
+    "model": (["--model", "rlt3"], "--model rlt3: there are rlt1"),
+    "split": (["--model", "rlt1", "--split", "x"], "--split x: layers are E\\+D"),
+    "no encoder": (["--model", "rlt1:0+8"], "--model rlt1:0\\+8: layers are E\\+D with E ≥ 1"),
+    "option": (["--model", "efla,order=x"], "'order=x' must be OPTION=VALUE"),
+    "options of rlt": (["--model", "rlt1,a=1"], "rlt1 has no options"),
+    "twice": (["--model", "gpt:8", "gpt"], "give each model once"),
+    "interval": (["--interval", "0"], "--interval 0: must be at least 1"),
+    "window": (["--window", "0"], "--window 0: must be at least 1"),
+    "steps": (["--steps", "0"], "--steps 0"),
+    "lr": (["--lr", "-1"], "--lr -1.0: must be a positive number"),
+    "lengths": (
+        ["--lengths", "9999"],
+        "--lengths 9999: length 9999: parity has examples of length 1 to 4096",
+    ),
+    "even": (["--task", "mod5-flat", "--lengths", "32"], "odd lengths alone"),
+    "seeds": (["--seeds", "1", "1"], "--seeds 1 1: give different numbers"),
+    "eval-only": (["--eval-only"], "--eval-only: say with --resume FOLDER"),
+}
+
+
+@pytest.mark.parametrize("case", BAD_FLAGS)
+def test_bad_flags(case):
+    args, message = BAD_FLAGS[case]
+    with pytest.raises(FlagError, match=message):
+        plan(*args)
+
+
+def test_what_cannot_run_is_told_before(tmp_path, capsys):
+    for model, message in (
+        ("rlt2:1+1", "truncate=6 is not divisible by feedback_interval=4"),
+        ("mamba,colour=1:1", "colour"),
+    ):
+        flags = ["--model", model, "--truncate", "6", "--width", "32", "--out", str(tmp_path / "run")]
+        assert state_tracking.main(flags) == 2
+        assert message in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()
+
+
+def test_scores():
+    targets = jnp.array([[0, 1, 2, 0], [2, 1, 0, 0]], jnp.int32)
+    weight = jnp.array([[0, 1, 1, 0], [0, 0, 1, 1]], jnp.float32)
+    guesses = np.array([[0, 1, 1, 2], [1, 0, 0, 0]])
+    logits = 5 * np.eye(3, dtype="f")[guesses]
+    scores = {key: np.asarray(x) for key, x in example_scores(jnp.asarray(logits), targets, weight).items()}
+    right, wrong = -np.log(np.exp(5) / (np.exp(5) + 2)), -np.log(1 / (np.exp(5) + 2))
+    np.testing.assert_allclose(scores.pop("loss"), [(right + wrong) / 2, right], rtol=1e-4)
+    expected = {"final": [0, 1], "sequence": [0, 1], "token": [1, 2], "supervised": [2, 2]}
+    assert {key: list(x) for key, x in scores.items()} == expected
+    logits[1, 3, 0] = np.nan
+    assert example_scores(jnp.asarray(logits), targets, weight)["final"][1] == 0
+
+    def score(part):
+        rows = part["tokens"][:, 0].astype(float)
+        return {"token": np.stack([rows, 2 * rows]), "supervised": np.full((2, len(rows)), 10.0)}
+
+    totals = sum_scores(score, {"tokens": np.arange(5)[:, None]}, 2)
+    np.testing.assert_array_equal(totals["token"], [10, 20])
+    assert accuracy({key: x[1] for key, x in totals.items()}, "token", 5) == 20 / 50
+
+
+def test_optimizer_has_the_paper_rates_and_groups():
+    tree = {"layer": {"kernel": 0, "scale": 0}, "embedding": 0, "start": 0, "convolution": {"kernel": 0}}
+    params = jax.tree.map(lambda _: jnp.ones(2), tree)
+    update = optimizer(1e-4, 2000, 512)
+    state, rates = update.init(params), []
+    gradient = jax.tree.map(lambda _: jnp.full(2, 1e-3), tree)
+    step = jax.jit(update.update)
+    with jax.numpy_dtype_promotion("standard"):
+        for _ in range(2000):
+            updates, state = step(gradient, state, params)
+            rates.append(jax.tree.map(lambda x: -float(x[0]), updates))
+    scale = np.array(
+        [rate["layer"]["scale"] for rate in rates]
+    )  # Adam's step of a constant gradient is the rate
+    np.testing.assert_allclose(scale[[0, 99, 199, 1099, 1999]], [5e-7, 5e-5, 1e-4, 5.25e-5, 5e-6], rtol=2e-3)
+    last = rates[199]
+    np.testing.assert_allclose(last["start"], last["layer"]["scale"], rtol=1e-6)
+    np.testing.assert_allclose(last["embedding"], 1e-4 * 1.1, rtol=2e-3)
+    np.testing.assert_allclose(last["layer"]["kernel"], 2e-4 * 1.1, rtol=2e-3)
+    np.testing.assert_allclose(last["convolution"]["kernel"], 1e-4 * 1.1, rtol=2e-3)
+
+
+def test_the_earliest_of_equal_validation_losses_is_kept():
+    def at(value):
+        params = {"w": jnp.full((2, 3), value, jnp.float32)}
+        return TrainState(params, {}, optax.EmptyState())
+
+    state = Selected(at(0.0), at(0.0).params, jnp.full(2, jnp.inf), jnp.zeros(2, jnp.int32))
+    for step, losses in enumerate(([1.0, 3.0], [1.0, 2.0], [2.0, jnp.nan]), start=1):
+        state = keep_best(
+            state._replace(train=at(float(step))), jnp.asarray(losses, jnp.float32), jnp.int32(step)
+        )
+    np.testing.assert_array_equal(state.best["w"][:, 0], [1, 2])
+    np.testing.assert_array_equal(state.best_step, [1, 2])
+    np.testing.assert_array_equal(state.best_loss, [1, 2])
+
+
+def test_rows_are_of_the_newest_checkpoint():
+    records = [
+        {
+            "run": "gpt-8",
+            "step": step,
+            "length": 32,
+            "count": 4,
+            "seed": seed,
+            "final": value,
+            "sequence": 0.0,
+            "token": 0.5,
+        }
+        for step, seed, value in ((100, 42, 0.0), (2000, 42, 0.5), (2000, 43, 1.0))
+    ]
+    (row,) = length_rows("gpt-8", plan("--task", "swaps", "--model", "gpt:8"), records)
+    assert (row["step"], row["seeds"], row["final_mean"]) == (2000, 2, 0.75)
+    assert row["final_sd"] == pytest.approx(0.125**0.5) and row["published_mean"] == pytest.approx(0.9909)
+
+
+@pytest.fixture(scope="module")
+def compiled_once(tmp_path_factory):
+    """Let the runs of this module share what they compile."""
+    names = ("jax_compilation_cache_dir", "jax_persistent_cache_min_compile_time_secs")
+    before = {name: getattr(jax.config, name) for name in names}
+    for name, value in zip(names, (str(tmp_path_factory.mktemp("compiled")), 0.0), strict=True):
+        jax.config.update(name, value)
+    yield
+    for name, value in before.items():
+        jax.config.update(name, value)
+
+
+@pytest.fixture(scope="module")
+def whole_run(compiled_once, tmp_path_factory):
+    out = tmp_path_factory.mktemp("state") / "run"
+    assert state_tracking.main([*SMALL, *SHORT, *FEW, "--out", str(out)]) == 0
+    return out
+
+
+def records(out: Path) -> list[dict]:
+    lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    return [{key: value for key, value in line.items() if key != "time"} for line in lines]
+
+
+def test_a_run_leaves_its_files(whole_run):
+    logged = records(whole_run)
+    assert logged[0] == {"run": "rlt1-1+1", "step": 0, "parameters": logged[0]["parameters"]}
+    assert [record["step"] for record in logged if "loss" in record] == [1, 2, 3, 4]
+    assert [(x["step"], x["seed"]) for x in logged if "validation" in x] == [(2, 1), (2, 2), (4, 1), (4, 2)]
+    tested = [record for record in logged if "length" in record]
+    assert [(x["length"], x["seed"], x["count"]) for x in tested] == [(32, 1, 6), (32, 2, 6)]
+    assert tested[0]["example_loss"] != tested[1]["example_loss"]
+    with (whole_run / "lengths.csv").open() as stream:
+        (row,) = csv.DictReader(stream)
+    assert (row["model"], row["length"], row["seeds"]) == ("rlt1-1+1", "32", "2")
+    for name in ("lengths.png", "validation.png"):
+        assert (whole_run / name).read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_resumed_run_ends_as_one_that_was_not_stopped(whole_run, tmp_path, capsys):
+    out = tmp_path / "run"
+    shutil.copytree(whole_run, out)
+    shutil.rmtree(out / "checkpoints" / "rlt1-1+1" / "4")
+    lines = (out / "metrics.jsonl").read_text().splitlines(keepends=True)
+    (out / "metrics.jsonl").write_text("".join(line for line in lines if '"step": 4' not in line))
+    assert state_tracking.main(["--resume", str(out), "--eval-only", "--lengths", "32"]) == 0
+    early = [record for record in records(out) if "length" in record]
+    assert [(record["step"], record["best_step"]) for record in early] == [(2, 2), (2, 2)]
+    assert state_tracking.main(["--resume", str(out), "--lengths", "32"]) == 0
+    again = [record for record in records(out) if record not in early]
+    assert again == records(whole_run)
+    capsys.readouterr()
+    assert state_tracking.main(["--resume", str(out), "--task", "parity"]) == 2
+    assert "another 'task': the run began with 'swaps', and now it is 'parity'" in capsys.readouterr().err
+
+
+def test_generate_shows_the_state(whole_run, capsys):
+    assert state_tracking.main(["generate", "--run", str(whole_run), "--seed", "2", "--example", "1"]) == 0
+    assert capsys.readouterr().out.count("0.0") >= 30  # the probability of the right answer after each prefix
+    assert (whole_run / "example-rlt1-1+1-seed2-length32-1.png").exists()
+    for flags, message in (
+        (["--seed", "3"], "--seed 3: the run has 1, 2"),
+        (["--model", "gpt-8"], "--model gpt-8: the run has rlt1-1\\+1"),
+        (["--example", "6"], "--example 6: the run has tests 0 to 5"),
+    ):
+        assert state_tracking.main(["generate", "--run", str(whole_run), *flags]) == 2
+        assert message.replace("\\", "") in capsys.readouterr().err
+    assert state_tracking.main(["generate", "--run", str(whole_run / "none")]) == 2
+
+
+def test_time_prints_a_row(capsys):
+    flags = ["--model", "gpt:1", "--width", "16", "--batch-size", "2", "--seeds", "1", "--steps", "2"]
+    assert state_tracking.main(["time", *flags, "--precision", "float32"]) == 0
+    assert "gpt-1" in capsys.readouterr().out
