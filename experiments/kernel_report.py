@@ -34,7 +34,7 @@ from pallas_kernels.rank_one.backward_chunks_sm90 import backward_chunks
 from pallas_kernels.rank_one.backward_states_sm90 import backward_states
 from pallas_kernels.rank_one.forward_sm90 import forward
 from pallas_kernels.rank_one.gpu import make_plan
-from pallas_kernels.rank_one.layout import CHUNK
+from pallas_kernels.rank_one.layout import CHUNK, Plan
 from pallas_kernels.rank_one.solve_sm90 import solve
 
 TABLE = Path(__file__).parent / "results" / "kernels" / "h200-static.csv"
@@ -160,12 +160,17 @@ def launches(key_dim: int, value_dim: int, features: str) -> Iterator[tuple[str,
     yield "backward_states", partial(backward_states, plan=plan.staged(2)), (k, k, v, inverse, gates, state)
     if plan.packed:  # what long sequences of few heads take besides; the other features cost no more
         staged = plan.staged(3)
-        passed = partial(backward_states, plan=staged, residuals=False)
         moved = dataclasses.replace(staged, value_dim=key_dim, warpgroups=key_dim // CHUNK)
-        identity = full(BATCH, HEADS, key_dim, key_dim)
-        yield "segment_states", partial(forward, plan=staged), (None, k, v, inverse, gates, None)
-        yield "segment_transitions", partial(forward, plan=moved), (None, k, None, inverse, gates, identity)
-        yield "segment_gradients", passed, (k, k, v, inverse, gates, state)
+        identity, skip = full(BATCH, HEADS, key_dim, key_dim), jax.ShapeDtypeStruct((BATCH, HEADS), jnp.int32)
+
+        def run(function: Callable, plan: Plan, **options: Any) -> Callable:
+            return lambda skip, *arguments: function(*arguments, plan, skip=skip, **options)
+
+        yield "segment_solve", partial(solve, plan=dataclasses.replace(plan, segments=2)), (k, gates)
+        yield "segment_states", run(forward, staged), (skip, None, k, v, inverse, gates, None)
+        yield "segment_transitions", run(forward, moved), (skip, None, k, None, inverse, gates, identity)
+        passed = run(backward_states, staged, residuals=False)
+        yield "segment_gradients", passed, (skip, k, k, v, inverse, gates, state)
     yield "backward_chunks", partial(backward_chunks, plan=plan), (k, k, v, v, v, v, states, states, gates)
 
 

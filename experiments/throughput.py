@@ -5,9 +5,7 @@
 
 import os
 import signal
-import statistics
 import sys
-import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -29,7 +27,8 @@ from eflax.evaluation.agreement import BUDGETS, worst_error
 from eflax.progress import Progress
 from eflax.training import Interrupted, RunFolder, StopRequest
 from experiments.throughput_inputs import Shape, loss_function, make_inputs, parse_shape, reference_function
-from experiments.throughput_peers import peer_results
+from experiments.throughput_peers import PEERS, peer_results
+from experiments.timing import seconds_per_call
 
 SHAPES = {"cpu": ("128x784x1x64", "1x4096x4x64"), "gpu": ("8x4096x16x128", "1x65536x16x128", "32x2048x8x128")}
 
@@ -72,8 +71,8 @@ class Flags:
     # Combinations that need more temporary memory than this (GB) are listed, not run; the default is for this platform.
     memory_limit: float = field(default_factory=lambda: 2.0 if jax.default_backend() == "cpu" else 8.0)
 
-    # Time the peers that are installed, too.
-    peers: bool = True
+    # Other implementations to time, where they are installed: torch-loop, fla, flash_qla; none without a name.
+    peer: Annotated[tuple[str, ...], arg(metavar="NAME ...")] = PEERS
 
     # Seed of the inputs.
     seed: int = 0
@@ -151,6 +150,9 @@ def plan_shapes(flags: Flags) -> list[Shape]:
         for form in flags.form:
             if form not in CELLS[name].forms:
                 raise ValueError(f"--form {form}: {name} has {', '.join(CELLS[name].forms)}")
+    for name in flags.peer:
+        if name not in PEERS:
+            raise ValueError(f"--peer {name}: there are {', '.join(PEERS)}")
     for name, value in (("chunk-size", flags.chunk_size), ("repeats", flags.repeats)):
         if value < 1:
             raise ValueError(f"--{name} {value}: must be at least 1")
@@ -173,12 +175,15 @@ def measurements(flags: Flags, shapes: list[Shape]) -> Iterator[Row]:
                     if reference is None:
                         reference = reference_results(name, task, shape, inputs)
                     yield measure(name, form, shape, task, inputs, reference, flags)
-                if flags.peers and reference is not None:
+                if reference is not None:
                     for peer in peer_results(
-                        name, task, inputs, reference, flags.repeats, flags.memory_limit
+                        flags.peer, name, task, inputs, reference, flags.repeats, flags.memory_limit
                     ):
                         row = Row(name, peer.peer, str(shape), task, flags.dtype)
-                        yield timed(row, shape, peer.error, peer.seconds)
+                        if peer.refusal:
+                            yield replace(row, note=f"not run: {peer.refusal}")
+                        else:
+                            yield timed(row, shape, peer.error, peer.seconds)
 
 
 def reference_results(name: str, task: Task, shape: Shape, inputs: dict[str, Array]) -> PyTree:
@@ -204,12 +209,8 @@ def measure(
     limit = budget.forward if task == "forward" else budget.backward
     if not error <= limit:
         return replace(row, error=error, note=f"{WRONG}: above {limit:g}")
-    times = []
-    for _ in range(flags.repeats):
-        start = time.perf_counter()
-        jax.block_until_ready(run(inputs))
-        times.append(time.perf_counter() - start)
-    return timed(row, shape, error, statistics.median(times))
+    seconds = seconds_per_call(lambda: run(inputs), jax.block_until_ready, flags.repeats)
+    return timed(row, shape, error, seconds)
 
 
 def timed(row: Row, shape: Shape, error: float, seconds: float) -> Row:

@@ -1,7 +1,5 @@
 """Other people's implementations of the same recurrences, timed on the same inputs where they are installed."""
 
-import statistics
-import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from importlib import import_module
@@ -12,24 +10,32 @@ import numpy as np
 from jaxtyping import Array, PyTree
 
 from eflax.evaluation.agreement import worst_error
+from experiments.timing import seconds_per_call
 
-LOOP = "torch-loop"
+PEERS = LOOP, FLA, FLASH_QLA = "torch-loop", "fla", "flash_qla"
 
 type Peer = Callable[..., tuple[Any, Any]]
 
 
 class PeerResult(NamedTuple):
-    """A peer's name, its error against the reference, and its median time."""
+    """A peer's name, its error against the reference, and its median time; or what it raised instead."""
 
     peer: str
-    error: float
-    seconds: float
+    error: float = 0.0
+    seconds: float = 0.0
+    refusal: str = ""
 
 
 def peer_results(
-    name: str, task: str, inputs: dict[str, Array], reference: PyTree, repeats: int, memory_limit: float
+    wanted: tuple[str, ...],
+    name: str,
+    task: str,
+    inputs: dict[str, Array],
+    reference: PyTree,
+    repeats: int,
+    memory_limit: float,
 ) -> Iterator[PeerResult]:
-    """Run every installed peer of a cell; on the GPU where torch has one, else on the CPU.
+    """Run every wanted and installed peer of a cell; on the GPU where torch has one, else on the CPU.
 
     The loop is left out where its autograd graph, several states for every token, would need more than
     `memory_limit` GB.
@@ -37,18 +43,16 @@ def peer_results(
     peers = installed_peers(name, inputs["q"].dtype.name) if "q" in inputs else {}
     for label, peer in peers.items():
         states = inputs["k"].size * inputs["v"].shape[-1] * 4 * 4 / 1e9
-        if label == LOOP and task != "forward" and states > memory_limit:
+        if label not in wanted or label == LOOP and task != "forward" and states > memory_limit:
             continue
         run, synchronize = prepare(peer, task, inputs)
-        error = worst_error(run(), reference)
-        times = []
-        for _ in range(repeats):
-            synchronize()
-            start = time.perf_counter()
-            run(fetch=False)
-            synchronize()
-            times.append(time.perf_counter() - start)
-        yield PeerResult(label, error, statistics.median(times))
+        try:
+            error = worst_error(run(), reference)
+            seconds = seconds_per_call(lambda run=run: run(fetch=False), synchronize, repeats)
+        except Exception as refusal:  # theirs, of any type: the other rows are worth having all the same
+            yield PeerResult(label, refusal=f"{type(refusal).__name__}: {refusal}".splitlines()[0])
+        else:
+            yield PeerResult(label, error, seconds)
 
 
 def installed_peers(name: str, dtype: str) -> dict[str, Peer]:
@@ -62,7 +66,12 @@ def installed_peers(name: str, dtype: str) -> dict[str, Peer]:
     peers = {LOOP: loops[name]} if name in loops else {}
     if torch.cuda.is_available() and find_spec("fla") is not None and dtype != "float32":
         kernels = fla_kernels()
-        peers |= {"fla": kernels[name]} if name in kernels else {}
+        peers |= {FLA: kernels[name]} if name in kernels else {}
+    if torch.cuda.is_available() and find_spec("flash_qla") is not None and name == "gated_delta_rule":
+        kernel = import_module("flash_qla").chunk_gated_delta_rule
+        peers[FLASH_QLA] = lambda q, k, v, beta, g: kernel(
+            q, k, v, g, beta, scale=1.0, output_final_state=True
+        )
     return peers
 
 
@@ -82,7 +91,7 @@ def fla_kernels() -> dict[str, Peer]:
 
 def prepare(
     peer: Peer, task: str, inputs: dict[str, Array]
-) -> tuple[Callable[..., PyTree], Callable[[], None]]:
+) -> tuple[Callable[..., PyTree], Callable[[Any], None]]:
     """Return what runs the task once (and fetches its results as NumPy trees), and what waits for the device."""
     torch = import_module("torch")
 
@@ -107,7 +116,7 @@ def prepare(
         zero = np.zeros(inputs["q"].shape, np.float32)
         return {name: zero if task != "gradient" and name == "q" else next(arrays) for name in tensors}
 
-    return run, torch.cuda.synchronize if device == "cuda" else lambda: None
+    return run, lambda _: torch.cuda.synchronize() if device == "cuda" else None
 
 
 def alpha(k: Any, beta: Any) -> Any:

@@ -9,6 +9,8 @@ import pytest
 from budgets import BUDGETS, Budget, assert_close
 from regimes import Shape
 
+from pallas_kernels.rank_one import segments
+
 
 class Case(NamedTuple):
     """One line of the table; the shape is (T, B, H, HV, K, V)."""
@@ -36,7 +38,8 @@ TABLE = [
     Case("gated_delta_rule", "reset_tokens", "float16", (64, 1, 1, 1, 80, 100)),
     Case("delta_rule", "random", "bfloat16", (130, 1, 2, 2, 60, 128), packed=True, scale=0.5),
     Case("gated_efla", "random", "bfloat16", (190, 1, 1, 2, 64, 128), packed=True, segments=3),
-    Case("ssd", "random", "bfloat16", (190, 1, 1, 1, 64, 64), segments=3),
+    Case("ssd", "strong_decay_everywhere", "bfloat16", (382, 1, 1, 1, 64, 64), segments=2),
+    Case("gated_delta_rule", "strong_decay_everywhere", "bfloat16", (382, 1, 1, 1, 64, 64), segments=2),
     Case("ssd", "random", "float16", (130, 1, 1, 2, 128, 128), packed=True),
     Case("ssd", "strong_decay_every_fifth", "bfloat16", (1, 1, 1, 1, 64, 60)),
     Case("linear_attention-unnormalized", "random", "float16", (65, 2, 1, 1, 64, 63), packed=True),
@@ -90,3 +93,9 @@ def test_the_state_alone(cell):
     del expected["gradients"]["q"]
     assert_close(result["state"], expected["state"], BUDGETS["bfloat16"].forward)
     assert_close(result["gradients"], expected["gradients"], BUDGETS["bfloat16"].backward)
+
+
+def test_chunks_that_decay_hides_are_skipped():
+    """Of those that leave less than e^-FAINT the nearest is passed; where it is not known what is left, all are."""
+    left = np.array([[[-90, -50, -41, -39], [-39, -2, -1, 0], [-np.inf] * 4, [np.nan] * 4]], np.float32)
+    np.testing.assert_array_equal(segments._all_but_first(left), [[2, 0, 3, 0]])

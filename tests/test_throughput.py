@@ -12,7 +12,7 @@ from experiments import throughput, throughput_inputs
 
 
 def run(tmp_path, *flags):
-    code = throughput.main([*flags, "--repeats", "1", "--no-peers", "--out", str(tmp_path / "run")])
+    code = throughput.main([*flags, "--repeats", "1", "--peer", "--out", str(tmp_path / "run")])
     with (tmp_path / "run" / "throughput.csv").open() as stream:
         return code, list(csv.DictReader(stream))
 

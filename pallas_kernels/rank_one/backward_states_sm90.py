@@ -48,6 +48,7 @@ def backward_states(
     plan: Plan,
     *,
     residuals: bool = True,
+    skip: Array | None = None,
 ) -> StateGradients:
     """Run the recurrence of the state's gradient; `residuals` adds `states` and `rows`.
 
@@ -60,6 +61,7 @@ def backward_states(
         final_state: gradient of the final state, dSᵀ [B, HV, V, K] float32.
         plan: sizes and features of this call.
         residuals: see above.
+        skip: [B, HV] int32, how many chunks to leave out after the last; not with residuals.
     """
     outputs = {"initial_state": jax.ShapeDtypeStruct(final_state.shape, jnp.float32)}
     scratch: dict[str, Any] = {}
@@ -67,6 +69,7 @@ def backward_states(
         more, scratch = residual_buffers(k, plan)
         outputs |= more
     inputs = {"q": q, "k": k, "do": do, "inverse": inverse, "gates": gates, "final_state": final_state}
+    inputs["skip"] = skip
 
     made = run_stream(_recur, "rank_one_backward_states", inputs, outputs, scratch, plan, reverse=True)
     return StateGradients(made["initial_state"], made.get("states"), made.get("rows"))
@@ -107,5 +110,5 @@ def _recur(given: Refs, made: Refs, s: Refs, worker: Array, plan: Plan) -> None:
         return state
 
     state = plgpu.load(given["final_state"].at[b, h, mine], layout=WGMMA, optimized=False)
-    made["initial_state"].at[b, h, mine][...] = each_chunk(chunk, state, s, plan, reverse=True)
+    made["initial_state"].at[b, h, mine][...] = each_chunk(chunk, state, given, s, plan, reverse=True)
     plgpu.wait_smem_to_gmem(0)

@@ -50,6 +50,7 @@ def forward(
     plan: Plan,
     *,
     residuals: bool = False,
+    skip: Array | None = None,
 ) -> Results:
     """Run the recurrence; `residuals` adds `states` and `rows`, which the backward kernels need.
 
@@ -62,6 +63,7 @@ def forward(
         initial_state: Sᵀ [B, HV, V, K] float32, or None for zeros.
         plan: sizes and features of this call.
         residuals: see above.
+        skip: [B, HV] int32, how many chunks to leave out before the first; not where outputs are asked for.
     """
     shape_v = (*k.shape[:2], plan.value_heads, plan.value_dim)
     shape_s = (k.shape[0], plan.value_heads, plan.value_dim, plan.key_dim)
@@ -74,6 +76,7 @@ def forward(
         more, buffers = residual_buffers(k, plan)
         outputs, scratch = outputs | more, scratch | buffers
     inputs = {"q": q, "k": k, "v": v, "inverse": inverse, "gates": gates, "initial_state": initial_state}
+    inputs["skip"] = skip
 
     made = run_stream(_recur, "rank_one_forward", inputs, outputs, scratch, plan)
     return Results(made.get("o"), made["final_state"], made.get("states"), made.get("rows"))
@@ -122,5 +125,5 @@ def _recur(given: Refs, made: Refs, s: Refs, worker: Array, plan: Plan) -> None:
     state = zeros(COLUMNS, plan.key_dim)
     if "initial_state" in given:
         state = plgpu.load(given["initial_state"].at[b, h, mine], layout=WGMMA, optimized=False)
-    made["final_state"].at[b, h, mine][...] = each_chunk(chunk, state, s, plan)
+    made["final_state"].at[b, h, mine][...] = each_chunk(chunk, state, given, s, plan)
     plgpu.wait_smem_to_gmem(0)

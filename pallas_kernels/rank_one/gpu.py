@@ -30,7 +30,7 @@ from pallas_kernels.rank_one.solve_sm90 import solve
 DTYPES = (jnp.bfloat16, jnp.float16)
 LARGEST_KEY = 128
 # Names for policies of jax.checkpoint.
-RESIDUALS = tuple(f"rank_one_{name}" for name in ("gates", "inverse", "transitions", "states", "rows"))
+RESIDUALS = tuple(f"rank_one_{name}" for name in ("gates", "inverse", "passage", "states", "rows"))
 
 
 def check(q: Array | None, k: Array, v: Array, *others: Array | None) -> None:
@@ -158,22 +158,22 @@ def _pad_state(state: Array, plan: Plan) -> Array:
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _evaluate(plan, q, k, v, erase, write, log_decay, restart, state):
-    gates, inverse = _prepare(plan, k, erase, write, log_decay, restart)
-    state, _ = entering_states(k, v, inverse, gates, state, plan.staged(3))
+    gates, inverse, growth = _prepare(plan, k, erase, write, log_decay, restart)
+    state, _ = entering_states(k, v, inverse, growth, gates, state, plan.staged(3))
     results = forward(q, k, v, inverse, gates, state, plan.staged(3))
     return results.o, last_segment(results.final_state, plan)
 
 
 def _prepare(plan, k, erase, write, log_decay, restart):
     gates = gate_rows(erase, write, decay_sums(log_decay, write, restart), restart)
-    return gates, solve(k, gates, plan) if plan.erases else None
+    return gates, *(solve(k, gates, plan) if plan.erases else (None, None))
 
 
 def _evaluate_forward(plan, q, k, v, erase, write, log_decay, restart, state):
-    gates, inverse = _prepare(plan, k, erase, write, log_decay, restart)
-    state, moved = entering_states(k, v, inverse, gates, state, plan.staged(3))
+    gates, inverse, growth = _prepare(plan, k, erase, write, log_decay, restart)
+    state, passage = entering_states(k, v, inverse, growth, gates, state, plan.staged(3))
     results = forward(q, k, v, inverse, gates, state, plan.staged(2), residuals=True)
-    kept = (gates, inverse, moved, results.states, results.rows)
+    kept = (gates, inverse, passage, results.states, results.rows)
     kept = tuple(
         x if x is None else checkpoint_name(x, name) for x, name in zip(kept, RESIDUALS, strict=True)
     )
@@ -182,9 +182,9 @@ def _evaluate_forward(plan, q, k, v, erase, write, log_decay, restart, state):
 
 
 def _evaluate_backward(plan, residuals, cotangents):
-    q, k, v, write, log_decay, restart, gates, inverse, moved, states, row_values = residuals
+    q, k, v, write, log_decay, restart, gates, inverse, passage, states, row_values = residuals
     do, dstate = cotangents
-    dstate = leaving_gradients(q, k, do, inverse, gates, dstate, moved, plan.staged(3))
+    dstate = leaving_gradients(q, k, do, inverse, gates, dstate, passage, plan.staged(3))
     found = backward_states(q, k, do, inverse, gates, dstate, plan.staged(2))
     drows, dstates = cast(Array, found.rows), cast(Array, found.states)
     grads = backward_chunks(q, k, v, do, row_values, drows, states, dstates, gates, plan)

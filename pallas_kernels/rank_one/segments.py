@@ -2,9 +2,13 @@
 
 A segment maps the state that enters it to M S + E. M and E of all segments are found at once, the entering states one
 after the other, in float32; then every segment is a sequence of its own. The gradient passes back the same way.
+
+Where decay leaves less than e^-FAINT of what stood before a chunk, the chunks before it are left out of E, and where
+it leaves less than that of the whole entering state, M is 0: strongly gated heads pay next to nothing for segments.
 """
 
 import dataclasses
+from typing import NamedTuple
 
 import jax.numpy as jnp
 from jax import Array, lax
@@ -13,6 +17,7 @@ from pallas_kernels.rank_one.backward_states_sm90 import backward_states
 from pallas_kernels.rank_one.forward_sm90 import forward
 from pallas_kernels.rank_one.layout import CHUNK, MULTIPROCESSORS, Gates, Plan
 
+FAINT = 40.0  # e^-40 is 4e-18, next to which float32's own rounding, 6e-8, is large
 SHORTEST = 16  # chunks, under which a segment is not worth its share of the passes
 
 
@@ -24,24 +29,51 @@ def choose_segments(sequences: int, time: int) -> int:
     return segments if segments > 2 else 1  # for 2, more blocks that share a sequence's columns do as well
 
 
+class Passage(NamedTuple):
+    """How the gradient of the state passes back through segments."""
+
+    transitions: Array  # Mᵀ, or 1 × 1 where M is a multiple of the identity
+    skip: Array  # [B · segments, HV] int32: chunks at a segment's end whose part of the gradient is faint at its start
+
+
 def entering_states(
-    k: Array, v: Array, inverse: Array | None, gates: Array, state: Array, plan: Plan
-) -> tuple[Array, Array | None]:
-    """Return Sᵀ as it enters each segment [B · segments, HV, V, K], and Mᵀ of each segment.
+    k: Array,
+    v: Array,
+    inverse: Array | None,
+    growth: Array | None,
+    gates: Array,
+    state: Array,
+    plan: Plan,
+) -> tuple[Array, Passage | None]:
+    """Return Sᵀ as it enters each segment [B · segments, HV, V, K], and what `leaving_gradients` needs.
 
     Args:
         k, v, inverse, gates: of the segments, as for `forward`.
+        growth: from `solve`; None where nothing is erased.
         state: Sᵀ as it enters the first [B, HV, V, K].
         plan: of the call.
     """
     if plan.segments == 1:
         return state, None
-    moved = _transitions(k, inverse, gates, plan)
-    added = forward(None, k, v, inverse, gates, None, plan).final_state
+    left = jnp.log(gates[..., Gates.ENTRY, -1])  # of what enters a chunk [B · segments, HV, N]
+    if growth is not None:
+        left += growth.sum(-1)
+    after, until = lax.cumsum(left, 2, reverse=True), lax.cumsum(left, 2)
+    faint = after[..., 0] < -FAINT
+    moved = _transitions(k, inverse, gates, jnp.where(faint, plan.chunks, 0), plan)
+    added = forward(None, k, v, inverse, gates, None, plan, skip=_all_but_first(after)).final_state
     states = [state]
     for m, e in list(zip(_split(moved, plan), _split(added, plan), strict=True))[:-1]:
         states.append(_matmul(states[-1], m) + e)
-    return _join(states), moved
+    return _join(states), Passage(moved, _all_but_first(until))
+
+
+def _all_but_first(left: Array) -> Array:
+    """How many chunks [B, HV] need not be passed, given what is left [B, HV, N] of what stands before or behind each.
+
+    One that leaves less than e^-FAINT hides all on its other side, so that of these only the nearest is passed.
+    """
+    return jnp.maximum(jnp.sum(left < -FAINT, -1, dtype=jnp.int32) - 1, 0)
 
 
 def leaving_gradients(
@@ -51,16 +83,18 @@ def leaving_gradients(
     inverse: Array | None,
     gates: Array,
     dstate: Array,
-    moved: Array | None,
+    passage: Passage | None,
     plan: Plan,
 ) -> Array:
     """Return dSᵀ of the state that leaves each segment [B · segments, HV, V, K]; see `entering_states`."""
-    if moved is None:
+    if passage is None:
         return dstate
     nothing = jnp.zeros((k.shape[0], *dstate.shape[1:]), jnp.float32)
-    added = backward_states(q, k, do, inverse, gates, nothing, plan, residuals=False).initial_state
+    added = backward_states(
+        q, k, do, inverse, gates, nothing, plan, residuals=False, skip=passage.skip
+    ).initial_state
     gradients = [dstate]
-    for m, e in list(zip(_split(moved, plan), _split(added, plan), strict=True))[:0:-1]:
+    for m, e in list(zip(_split(passage.transitions, plan), _split(added, plan), strict=True))[:0:-1]:
         gradients.append(_matmul(gradients[-1], jnp.swapaxes(m, 2, 3)) + e)
     return _join(gradients[::-1])
 
@@ -75,14 +109,17 @@ def last_segment(x: Array, plan: Plan) -> Array:
     return x[plan.segments - 1 :: plan.segments]
 
 
-def _transitions(k: Array, inverse: Array | None, gates: Array, plan: Plan) -> Array:
-    """Mᵀ [B · segments, HV, K, K], or 1 × 1 where M is a multiple of the identity."""
+def _transitions(k: Array, inverse: Array | None, gates: Array, skip: Array, plan: Plan) -> Array:
+    """Mᵀ [B · segments, HV, K, K], or 1 × 1 where M is a multiple of the identity; 0 where all chunks are skipped."""
     if not plan.erases:
         return jnp.prod(gates[..., Gates.ENTRY, -1], -1)[..., None, None]
     plan = dataclasses.replace(plan, value_dim=plan.key_dim, warpgroups=plan.key_dim // CHUNK)
     shape = (k.shape[0], plan.value_heads, plan.key_dim, plan.key_dim)
-    identity = jnp.broadcast_to(jnp.eye(plan.key_dim, dtype=jnp.float32)[None, None], shape)
-    return forward(None, k, None, inverse, gates, identity, plan).final_state
+    kept = (skip < plan.chunks).astype(jnp.float32)
+    identity = jnp.broadcast_to(
+        kept[..., None, None] * jnp.eye(plan.key_dim, dtype=jnp.float32)[None, None], shape
+    )
+    return forward(None, k, None, inverse, gates, identity, plan, skip=skip).final_state
 
 
 def _matmul(state: Array, m: Array) -> Array:

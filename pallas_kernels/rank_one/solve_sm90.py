@@ -15,8 +15,10 @@ from pallas_kernels.rank_one.layout import CHUNK, MULTIPROCESSORS, Gates, Plan
 BLOCK = 16  # rows of a block on the diagonal: the inner size of one wgmma
 
 
-def solve(k: Array, gates: Array, plan: Plan) -> Array:
-    """Return T [B, HV, N, C, C], 16-bit like k.
+def solve(k: Array, gates: Array, plan: Plan) -> tuple[Array, Array | None]:
+    """Return T [B, HV, N, C, C], 16-bit like k; and, for segments, the growth [B, HV, N, C] of every token.
+
+    The growth of a token is log max(1, aλ − 1), float32: by how much its edit I − a k kᵀ can lengthen a vector.
 
     Args:
         k: [B, T, H, K], 16-bit.
@@ -34,7 +36,8 @@ def solve(k: Array, gates: Array, plan: Plan) -> Array:
     workers = 4 if width <= 128 else 3
     blocks = min(MULTIPROCESSORS, pl.cdiv(total, workers))
 
-    def body(k_g, gates_g, t_g, shared):
+    def body(k_g, gates_g, t_g, *rest):
+        *growth_g, shared = rest
         wg = lax.axis_index("wg")
         first = lax.axis_index("block") * workers + wg
         zero = Zero(shared["zero"].at[wg])
@@ -57,15 +60,19 @@ def solve(k: Array, gates: Array, plan: Plan) -> Array:
             s = jax.tree.map(lambda x: x.at[turn], shared)
             unit = MatrixUnit(s.get("staging"))
             plgpu.barrier_wait(s["ready"])
-            near = _lower(s, plan, unit)
+            near, growth = _lower(s, plan, unit)
             plgpu.commit_smem()  # every thread is done with k and gates
             pl.when(i + 1 < count)(lambda: load(i + 1, s))
             inverse = jnp.concatenate(_invert(s, near, unit), 1)
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+            if growth_g:
+                s["growth"][...] = growth
             s["out"][...] = (inverse * rows(s["inverse_length"]) * columns(s["length"])).astype(plan.dtype)
             plgpu.commit_smem()
             b, h, n = place(i)
             plgpu.copy_smem_to_gmem(s["out"], t_g.at[b, h, n])
+            for out in growth_g:
+                plgpu.copy_smem_to_gmem(s["growth"], out.at[b, h, n])
 
         plgpu.wait_smem_to_gmem(0)
 
@@ -87,13 +94,18 @@ def solve(k: Array, gates: Array, plan: Plan) -> Array:
         "inverse_length": vector,
         "inverse_length_again": vector,  # one to read along rows, one along columns
     }
+    tokens = (batch, plan.value_heads, chunks, CHUNK)
+    outputs = [jax.ShapeDtypeStruct((*tokens, CHUNK), plan.dtype)]
+    if plan.segments > 1:
+        outputs.append(jax.ShapeDtypeStruct(tokens, jnp.float32))
+        scratch["growth"] = vector
     if plan.interpret:
         scratch["staging"] = {
             size: tiled(workers, CHUNK, size, dtype=jnp.float16) for size in (CHUNK, 2 * BLOCK)
         }
-    return plgpu.kernel(
+    inverse, *growth = plgpu.kernel(
         lambda *refs: pl.run_scoped(partial(body, *refs), scratch, collective_axes="wg"),
-        out_type=jax.ShapeDtypeStruct((batch, plan.value_heads, chunks, CHUNK, CHUNK), plan.dtype),
+        out_type=outputs,
         grid=(blocks,),
         grid_names=("block",),
         num_threads=workers,
@@ -102,10 +114,11 @@ def solve(k: Array, gates: Array, plan: Plan) -> Array:
         compiler_params=APPROXIMATE,
         kernel_name="rank_one_solve",
     )(k, gates)
+    return inverse, growth[0] if growth else None
 
 
-def _lower(s: dict[str, Any], plan: Plan, unit: MatrixUnit) -> Array:
-    """Put L', its keys of length 1, and the lengths into shared memory; returns L' near the diagonal, compact."""
+def _lower(s: dict[str, Any], plan: Plan, unit: MatrixUnit) -> tuple[Array, Array]:
+    """Put L', its keys of length 1, and the lengths into shared memory; returns L' near the diagonal, and growths."""
     row, column = index(0), index(1)
     gram = unit.product((CHUNK, CHUNK), (s["k"], s["k"].transpose((1, 0))))
     square = jnp.sum(jnp.where(row == column, gram, 0.0), 1)
@@ -114,10 +127,9 @@ def _lower(s: dict[str, Any], plan: Plan, unit: MatrixUnit) -> Array:
     s["inverse_length"][...] = inverse_length
     s["inverse_length_again"][...] = inverse_length
     s["length"][...] = square * inverse_length
+    erase = plgpu.load(s["gates"].at[Gates.ERASE], layout=plgpu.Layout.WGMMA.reduce(1))
     plgpu.commit_smem()
-    factor = (
-        plgpu.load(s["gates"].at[Gates.ERASE], layout=plgpu.Layout.WGMMA.reduce(1)) * square * inverse_length
-    )
+    factor = erase * square * inverse_length
     lower = gram * lax.broadcast_in_dim(factor, gram.shape, [0]) * columns(s["inverse_length_again"])
     lower = plan.decayed(lower, s["gates"], diagonal=False)
     panels = [lower[:, i * BLOCK : (i + 1) * BLOCK] for i in range(CHUNK // BLOCK)]
@@ -128,7 +140,7 @@ def _lower(s: dict[str, Any], plan: Plan, unit: MatrixUnit) -> Array:
     s["near"][...] = near.astype(jnp.float16)
     s["before"][...] = (_block(panels[0], 1) + _block(panels[2], 3)).astype(jnp.float16)
     s["far"][...] = lower[:, : 2 * BLOCK].astype(jnp.float16)
-    return near
+    return near, jnp.log(jnp.maximum(erase * square - 1.0, 1.0))
 
 
 def _block(x: Array, block: int) -> Array:

@@ -37,7 +37,8 @@ def run_stream(
     Args:
         work: must pass through all chunks by `each_chunk`.
         name: of the kernel.
-        inputs: arrays by name; None is left out.
+        inputs: arrays by name; None is left out. Besides those that the loader takes there may be
+            `skip` [B, HV] int32, of how many chunks a sequence leaves out before its first.
         outputs: `jax.ShapeDtypeStruct` by name.
         scratch: the workers' own shared memory.
         plan: sizes and features of this call.
@@ -96,9 +97,16 @@ def residual_buffers(k: Any, plan: Plan) -> tuple[dict[str, Any], dict[str, Any]
 
 
 def each_chunk(
-    chunk: Callable[[Array, Refs, Array], Array], state: Array, s: Refs, plan: Plan, *, reverse: bool = False
+    chunk: Callable[[Array, Refs, Array], Array],
+    state: Array,
+    given: Refs,
+    s: Refs,
+    plan: Plan,
+    *,
+    reverse: bool = False,
 ) -> Array:
     """Carry `state` through chunk(number, the chunk's buffers, state) for all chunks; for workers."""
+    count, number = _passage(given, plan, reverse)
 
     def step(i: Array, state: Array) -> Array:
         slot = lax.rem(i, plan.stages)
@@ -108,15 +116,22 @@ def each_chunk(
             for key in (*OF_KEYS, *OF_CHUNKS, *OF_COLUMNS, "scores", "scored")
             if key in s
         }
-        state = chunk(plan.chunks - 1 - i if reverse else i, buffers, state)
+        state = chunk(number(i), buffers, state)
 
-        @pl.when(i + plan.stages < plan.chunks)  # otherwise no one waits
+        @pl.when(i + plan.stages < count)  # otherwise no one waits
         def _():
             plgpu.barrier_arrive(s["consumed"].at[slot])
 
         return state
 
-    return lax.fori_loop(0, plan.chunks, step, state)
+    return lax.fori_loop(0, count, step, state)
+
+
+def _passage(given: Refs, plan: Plan, reverse: bool) -> tuple[Any, Callable[[Array], Array]]:
+    """How many chunks this block passes, and the number of the i-th."""
+    skip = given["skip"][lax.axis_index("b"), lax.axis_index("h")] if "skip" in given else 0
+    count = plan.chunks - skip
+    return count, lambda i: count - 1 - i if reverse else skip + i
 
 
 def worker_columns(worker: Array | int, plan: Plan) -> Any:
@@ -160,10 +175,11 @@ def _stage_scratch(inputs: dict[str, Any], plan: Plan) -> dict[str, Any]:
 def _load_and_score(given: Refs, s: Refs, plan: Plan, group: int, reverse: bool) -> None:
     b, h = lax.axis_index("b"), lax.axis_index("h")
     unit = matrix_unit(s, plan.warpgroups)
+    count, number = _passage(given, plan, reverse)
 
     def load(i: Array) -> None:
         slot = lax.rem(i, plan.stages)
-        chunk = plan.chunks - 1 - i if reverse else i
+        chunk = number(i)
         ready, tokens = s["loaded"].at[slot], pl.ds(chunk * CHUNK, CHUNK)
         for name, source in given.items():
             if name in OF_KEYS:
@@ -187,14 +203,14 @@ def _load_and_score(given: Refs, s: Refs, plan: Plan, group: int, reverse: bool)
         plgpu.barrier_arrive(s["scored"].at[slot])
 
     for i in range(min(plan.stages, plan.chunks)):
-        load(jnp.int32(i))
+        pl.when(i < count)(lambda i=i: load(jnp.int32(i)))
 
-    @pl.loop(0, plan.chunks)
+    @pl.loop(0, count)
     def _(i):
         if "q" in given:
             score(i)
 
-        @pl.when((i > 0) & (i - 1 + plan.stages < plan.chunks))
+        @pl.when((i > 0) & (i - 1 + plan.stages < count))
         def _():
             plgpu.barrier_wait(s["consumed"].at[lax.rem(i - 1, plan.stages)])
             load(i - 1 + plan.stages)
