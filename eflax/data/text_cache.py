@@ -5,6 +5,7 @@ import json
 import lzma
 import multiprocessing
 import os
+import platform
 import shutil
 import zlib
 from collections.abc import Callable, Iterator
@@ -19,7 +20,7 @@ from jaxtyping import Int, UInt
 
 from eflax.data.download import default_cache
 from eflax.data.idx import DataError
-from eflax.data.text_sources import HUB, read_documents, source_files
+from eflax.data.text_sources import HUB, PYTHON, read_documents, source_files
 from eflax.data.tokenizers import Tokenizer, load_tokenizer
 from eflax.progress import Progress
 
@@ -98,6 +99,8 @@ def load_tokens(
 def _describe(source: str) -> list[object]:
     if source.startswith(HUB):
         return [source]
+    if source == PYTHON:
+        return [source, platform.python_version()]
     stats = ((str(file.resolve()), file.stat()) for file in source_files(source))
     return [[name, stat.st_size, stat.st_mtime_ns] for name, stat in stats]
 
@@ -117,8 +120,9 @@ def _read_ids(source: str) -> Pieces:
 
 def _tokenise(source: str, tokenizer: Tokenizer, field: str, workers: int | None) -> Pieces:
     if workers is None:
-        size = 0 if source.startswith(HUB) else sum(file.stat().st_size for file in source_files(source))
-        workers = os.cpu_count() or 1 if size >= PARALLEL_FROM or source.startswith(HUB) else 0
+        files = [] if source.startswith(HUB) or source == PYTHON else source_files(source)
+        large = source.startswith(HUB) or sum(file.stat().st_size for file in files) >= PARALLEL_FROM
+        workers = os.cpu_count() or 1 if large else 0
     batches = batched(read_documents(source, field), BATCH)
     if workers < 2:
         for texts in batches:

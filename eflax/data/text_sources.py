@@ -13,6 +13,7 @@ from typing import Any, BinaryIO, cast
 from eflax.data.idx import DataError
 
 HUB = "hf:"
+PYTHON = "python-topics"
 TEXT = (".txt", ".md")
 LINES = (".jsonl", ".jsonl.gz", ".jsonl.zst", ".json.gz")
 SUFFIXES = (*TEXT, *LINES, ".parquet", ".array_record")
@@ -39,6 +40,7 @@ def read_documents(source: str, field: str = "text") -> Iterator[str]:
     Args:
         source: what `source_files` takes, of files that end in .txt or .md (a document each), .jsonl, .jsonl.gz or
             .jsonl.zst (a document a line), .parquet, or .array_record (UTF-8 text or tf.train.Example); or
+            "python-topics", the language reference that Python brings along (700 kB); or
             "hf:NAME", "hf:NAME:SPLIT" or "hf:NAME:CONFIG:SPLIT" for a data set of the Hugging Face hub, streamed.
         field: the field of the text, where documents have fields.
 
@@ -47,6 +49,9 @@ def read_documents(source: str, field: str = "text") -> Iterator[str]:
     """
     if source.startswith(HUB):
         yield from _hub(source, field)
+        return
+    if source == PYTHON:
+        yield from importlib.import_module("pydoc_data.topics").topics.values()
         return
     for file in source_files(source):
         empty = True

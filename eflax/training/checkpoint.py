@@ -28,18 +28,22 @@ class Checkpoints:
     Args:
         folder: where the checkpoints lie, one subfolder a step; created at the first save.
         keep: how many to keep.
+        asynchronous: let `save` return when the arrays are copied, and write in the background; `close`, the next
+            `save` and `restore` wait.
     """
 
-    def __init__(self, folder: Path, keep: int = 2) -> None:
+    def __init__(self, folder: Path, keep: int = 2, *, asynchronous: bool = False) -> None:
         self.folder = folder.absolute()
-        self._keep = keep
+        self._keep, self._asynchronous = keep, asynchronous
         self._opened: ocp.CheckpointManager | None = None
 
     @property
     def _manager(self) -> ocp.CheckpointManager:
         if self._opened is None:
             options = ocp.CheckpointManagerOptions(
-                max_to_keep=self._keep, enable_async_checkpointing=False, cleanup_tmp_directories=True
+                max_to_keep=self._keep,
+                enable_async_checkpointing=self._asynchronous,
+                cleanup_tmp_directories=True,
             )
             self._opened = ocp.CheckpointManager(self.folder, options=options)
         return self._opened
@@ -57,7 +61,7 @@ class Checkpoints:
         return self._manager.latest_step()
 
     def save(self, step: int, state: PyTree, **extra: Any) -> None:
-        """Write `state`, a tree of arrays, and `extra`, which JSON can hold; returns when it is on disk.
+        """Write `state`, a tree of arrays, and `extra`, which JSON can hold; returns when it is on disk, if not asynchronous.
 
         Raises:
             CheckpointError: the folder holds a checkpoint of this or a later step.

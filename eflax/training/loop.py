@@ -48,6 +48,10 @@ class Trainer:
         log_every: steps between writes to metrics.jsonl, which also are the points where the loss is looked
             at (asking more often would keep an accelerator waiting).
         validate_every: steps between validations, where there are any; the last step has one, too.
+        rates: maps steps a second to what is shown and put into metrics.jsonl with the last step of each write, such
+            as tokens a second. Steps that had to wait for compilation, validation or a checkpoint do not count.
+        loss_limit: a larger loss counts as divergence.
+        asynchronous: go on while a checkpoint is being written.
     """
 
     folder: RunFolder
@@ -56,6 +60,9 @@ class Trainer:
     checkpoint_every: int = 50
     log_every: int = 10
     validate_every: int = 100
+    rates: Callable[[float], dict[str, float]] | None = None
+    loss_limit: float = math.inf
+    asynchronous: bool = False
 
     def train[State: Trained](
         self,
@@ -85,7 +92,7 @@ class Trainer:
             CheckpointError: the newest checkpoint cannot be used.
             RunFolderError: metrics.jsonl lacks steps that the newest checkpoint has behind it.
         """
-        checkpoints = Checkpoints(self.folder.path / "checkpoints" / name)
+        checkpoints = Checkpoints(self.folder.path / "checkpoints" / name, asynchronous=self.asynchronous)
         try:
             step = checkpoints.latest_step()
             if step is None:
@@ -122,6 +129,7 @@ class Trainer:
         validate: Validate[State] | None,
     ) -> State:
         pending: list[tuple[int, Metrics]] = []
+        clock = _Clock(self.rates)
         with Progress(f"train {name}", self.steps, step) as progress:
             while step < self.steps:
                 state, metrics = train_step(state, next(batches))
@@ -131,10 +139,11 @@ class Trainer:
                 save = stopping or step % self.checkpoint_every == 0 or step == self.steps
                 due = validate is not None and (step % self.validate_every == 0 or step == self.steps)
                 if save or due or step % self.log_every == 0:
-                    records = _to_records(name, pending)
+                    records = _to_records(name, pending, self.loss_limit)
+                    records[-1] |= (rates := clock.read(len(records)))
                     self.folder.append(records)
                     pending.clear()
-                    progress.advance(len(records), loss=records[-1]["loss"])
+                    progress.advance(len(records), loss=records[-1]["loss"], **rates)
                 if validate is not None and due:
                     state, found = validate(step, state)
                     self.folder.append({"run": name, "step": step, **record} for record in found)
@@ -143,10 +152,29 @@ class Trainer:
                     checkpoints.save(step, state, batches=batches.get_state())
                 if stopping:
                     self.stop.check()
+                if save or due:
+                    clock.restart()
         return state
 
 
-def _to_records(name: str, pending: list[tuple[int, Metrics]]) -> list[Record]:
+class _Clock:
+    """Measures steps a second from one look at the metrics, which waits for the device, to the next."""
+
+    def __init__(self, rates: Callable[[float], dict[str, float]] | None) -> None:
+        self._rates = rates
+        self._since: float | None = None  # the first steps wait for compilation
+
+    def restart(self) -> None:
+        """Leave out what was done besides steps."""
+        self._since = None if self._since is None else time.monotonic()
+
+    def read(self, steps: int) -> dict[str, float]:
+        """Return the rates of the steps since the last call."""
+        before, self._since = self._since, time.monotonic()
+        return {} if before is None or self._rates is None else self._rates(steps / (self._since - before))
+
+
+def _to_records(name: str, pending: list[tuple[int, Metrics]], loss_limit: float) -> list[Record]:
     now = round(time.time(), 3)
     records = []
     for step, metrics in pending:
@@ -154,6 +182,8 @@ def _to_records(name: str, pending: list[tuple[int, Metrics]]) -> list[Record]:
         for key in ("loss", "grad_norm"):
             if not math.isfinite(values[key]):
                 raise Diverged(_advice(f"{key} is {values[key]}", step))
+        if values["loss"] > loss_limit:
+            raise Diverged(_advice(f"loss is {values['loss']:.4g}, above {loss_limit:.4g}", step))
         records.append({"run": name, "step": step, **values, "time": now})
     return records
 

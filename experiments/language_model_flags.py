@@ -1,0 +1,257 @@
+"""Flags of language-model training, its presets, and the plan that follows from them."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from tyro.conf import arg
+
+from eflax.models import CONFIG_NAMES, LanguageModelConfig, named_config
+from eflax.models.language_model import Remat
+from eflax.training.schedule import steps_for_tokens
+from experiments.command import FlagError
+
+BY_PRESET = "(default: by preset)"
+
+type Number = Annotated[int, arg(metavar="N")]
+type ByPreset[T] = Annotated[T | None, arg(metavar="VALUE", help_behavior_hint=BY_PRESET)]
+type Optional[T] = Annotated[T | None, arg(metavar="VALUE", help_behavior_hint="")]
+
+
+@dataclass(frozen=True)
+class Preset:
+    """Values of the flags that are not given; sizes of batches and warm-up in tokens."""
+
+    size: str
+    data: tuple[str, ...]
+    tokenizer: str
+    tokens: int
+    warmup_tokens: int
+    batch_tokens: int
+    length: int
+    lr: float
+    lr_end: float
+    dtype: Literal["float32", "bfloat16"]
+    remat: Remat
+    accumulate: int = 1
+
+
+SLIMPAJAMA = ("hf:cerebras/SlimPajama-627B",)
+PRESETS = {
+    # A minute on two CPU cores.
+    "tiny": Preset(
+        "tiny", ("python-topics",), "bytes", 100_000, 10_000, 2048, 128, 3e-3, 3e-4, "float32", "none"
+    ),
+    "50m": Preset("50m", (), "mistral-v1", 10**8, 5 * 10**6, 2**16, 2048, 1e-3, 1e-4, "bfloat16", "none"),
+    # The recipes of the EFLA paper, appendix A. Learning rates start where they end.
+    "340m": Preset(
+        "340m", SLIMPAJAMA, "mistral-v1", 8 * 10**9, 10**9, 2**20, 2048, 3e-4, 3e-5, "bfloat16", "products", 8
+    ),
+    "1.3b": Preset(
+        "1.3b",
+        SLIMPAJAMA,
+        "mistral-v1",
+        50 * 10**9,
+        2 * 10**9,
+        2**21,
+        2048,
+        3e-4,
+        3e-5,
+        "bfloat16",
+        "block",
+        16,
+    ),
+}
+
+
+@dataclass(frozen=True)
+class Flags:
+    """Train a language model.
+
+    With no flag and no network, a tiny EFLA model learns the bytes of Python's language reference in a minute.
+    Metrics and checkpoints are written below --out. Ctrl-C and SIGTERM save; --resume continues, also on another
+    number of devices.
+    """
+
+    # Values of the flags not given: tiny, 50m, or the recipes of the EFLA paper for 340m and 1.3b.
+    preset: Literal["tiny", "50m", "340m", "1.3b"] = "tiny"
+
+    # The token mixer: linear-attention, mamba, mamba2, deltanet, gated-deltanet, efla, gated-efla or transformer.
+    layer: str = "efla"
+
+    # Layers to be repeated in this order, for a hybrid, such as --pattern efla efla efla transformer.
+    pattern: Annotated[tuple[str, ...], arg(metavar="LAYER ...")] = ()
+
+    # Training data, one or several: files, folders or patterns of .txt, .jsonl(.gz, .zst), .parquet, .array_record,
+    # ids as .u16(.xz) or .u32(.xz), hf:NAME[:CONFIG][:SPLIT] of the Hugging Face hub, or python-topics.
+    data: Annotated[tuple[str, ...], arg(metavar="SOURCE ...", help_behavior_hint=BY_PRESET)] = ()
+
+    # How often each of --data is drawn from; by default in proportion to its size.
+    weights: Annotated[tuple[float, ...], arg(metavar="W ...")] = ()
+
+    # Data to validate on, each on its own.
+    validation: Annotated[tuple[str, ...], arg(metavar="SOURCE ...")] = ()
+
+    # bytes, mistral-v1, or the path of a SentencePiece model or a tokenizer.json.
+    tokenizer: ByPreset[str] = None
+
+    # The field of the text, where documents have fields.
+    field: str = "text"
+
+    # Read at most about so many tokens of each source, for instance of a large one on the hub.
+    max_tokens: Optional[int] = None
+
+    # Folder of tokenised data; by default ~/.cache/eflax, or eflax below XDG_CACHE_HOME.
+    cache: Optional[Path] = None
+
+    # Whether the model forgets at the start of each document (packing), or reads on (as the paper's code does).
+    documents: Literal["separate", "joined"] = "separate"
+
+    # Tokens to train on.
+    tokens: ByPreset[int] = None
+
+    # Tokens until the learning rate has its peak.
+    warmup_tokens: ByPreset[int] = None
+
+    # Tokens of a step.
+    batch_tokens: ByPreset[int] = None
+
+    # Tokens of a sequence.
+    length: ByPreset[int] = None
+
+    # Parts of a batch that are computed one after the other, to save memory.
+    accumulate: ByPreset[int] = None
+
+    # Peak learning rate.
+    lr: ByPreset[float] = None
+
+    # Learning rate at the start and at the end.
+    lr_end: ByPreset[float] = None
+
+    # Decay of all parameters but norm scales, biases, A_log, dt_bias and D.
+    weight_decay: float = 0.1
+
+    # Weight of the squared logarithm of the softmax's denominator; 1e-4 is usual where it is used.
+    z_loss: float = 0.0
+
+    # Of the initial parameters and of the order of the data.
+    seed: Number = 42
+
+    # Of products and activations; parameters, moments, norms, gates and states are float32.
+    dtype: ByPreset[Literal["float32", "bfloat16"]] = None
+
+    # Form of the recurrent cells.
+    form: Annotated[str | None, arg(metavar="FORM", help_behavior_hint="(default: the fastest)")] = None
+
+    # Tokens in a chunk, for the chunkwise form.
+    chunk_size: Number = 64
+
+    # What the backward pass computes again, from fast to small.
+    remat: ByPreset[Remat] = None
+
+    # Layers compiled side by side.
+    unroll: Number = 1
+
+    # Devices that share each parameter and cut batches; those left over hold copies.
+    fsdp: Number = 1
+
+    # Devices that share each product.
+    tensor: Number = 1
+
+    # Steps between checkpoints.
+    checkpoint_every: Number = 500
+
+    # Steps between validations.
+    validate_every: Number = 500
+
+    # Steps between looks at the loss.
+    log_every: Number = 10
+
+    # Print sizes, memory and steps, compile a step, and stop.
+    dry_run: bool = False
+
+    # A new folder for the run; by default runs/language_model-TIME.
+    out: Optional[Path] = None
+
+    # The folder of a run to continue, with its flags.
+    resume: Optional[Path] = None
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What follows from the flags."""
+
+    config: LanguageModelConfig
+    data: tuple[str, ...]
+    tokenizer: str
+    steps: int
+    warmup_steps: int
+    batch_size: int
+    length: int
+    accumulate: int
+    lr: float
+    lr_end: float
+    dtype: str
+    remat: Remat
+
+
+def make_plan(flags: Flags, vocab_size: int | None = None) -> Plan:
+    """Return the plan. Raises FlagError for a value that cannot be used."""
+    preset = PRESETS[flags.preset]
+
+    def given(name: str) -> Any:
+        value = getattr(flags, name)
+        return getattr(preset, name) if value is None else value
+
+    for name in ("chunk_size", "unroll", "fsdp", "tensor", "checkpoint_every", "validate_every", "log_every"):
+        _positive(name, getattr(flags, name))
+    sizes = ("tokens", "warmup_tokens", "batch_tokens", "length", "accumulate")
+    tokens, warmup, batch_tokens, length, accumulate = (_positive(name, given(name)) for name in sizes)
+    if batch_tokens % length:
+        raise FlagError(f"--batch-tokens {batch_tokens}: must be a multiple of --length {length}")
+    for name in ("lr", "lr_end"):
+        if not 0 < given(name) < float("inf"):
+            raise FlagError(f"--{name.replace('_', '-')} {given(name)}: must be a positive number")
+    if flags.seed < 0 or flags.seed >= 2**32:
+        raise FlagError(f"--seed {flags.seed}: must lie in 0..{2**32 - 1}")
+    steps, warmup_steps = (steps_for_tokens(count, batch_tokens) for count in (tokens, warmup))
+    if warmup_steps >= steps:
+        raise FlagError(
+            f"--warmup-tokens {warmup}: no shorter than the training of --tokens {tokens} ({steps} steps)"
+        )
+    data = flags.data or preset.data
+    if not data:
+        raise FlagError("--data: give at least one source of text; --help lists the kinds")
+    if flags.weights and (len(flags.weights) != len(data) or min(flags.weights) <= 0):
+        raise FlagError(f"--weights {flags.weights}: give a positive one for each of the {len(data)} sources")
+    return Plan(
+        config=_config(flags, preset, vocab_size),
+        data=data,
+        tokenizer=given("tokenizer"),
+        steps=steps,
+        warmup_steps=warmup_steps,
+        batch_size=batch_tokens // length,
+        length=length,
+        accumulate=accumulate,
+        lr=given("lr"),
+        lr_end=given("lr_end"),
+        dtype=given("dtype"),
+        remat=given("remat"),
+    )
+
+
+def _config(flags: Flags, preset: Preset, vocab_size: int | None) -> LanguageModelConfig:
+    name = f"{flags.layer}-{preset.size}"
+    if name not in CONFIG_NAMES:
+        raise FlagError(f"--layer {flags.layer}: there is no such layer; --help lists them")
+    changes = {} if vocab_size is None else {"vocab_size": vocab_size}
+    try:
+        return named_config(name, pattern=flags.pattern, **changes)
+    except ValueError as error:
+        raise FlagError(f"--pattern: {error}") from error
+
+
+def _positive(name: str, value: int) -> int:
+    if value < 1:
+        raise FlagError(f"--{name.replace('_', '-')} {value}: must be at least 1")
+    return value

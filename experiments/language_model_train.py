@@ -1,0 +1,250 @@
+"""Training of a language model: from flags to a folder with metrics and checkpoints."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jaxtyping import PyTree
+from rich.console import Console
+
+from eflax.cells import UnsupportedForm
+from eflax.data import DataError
+from eflax.data.packing import Windows, text_batches
+from eflax.data.text_cache import TokenStore, load_tokens
+from eflax.data.tokenizers import Tokenizer, load_tokenizer
+from eflax.models import LanguageModel
+from eflax.training import TRAINING, Checkpoints, Diverged, RunFolder, StopRequest, Trainer, adamw
+from eflax.training.flops import count_parameters, peak_flops, training_flops_per_token
+from eflax.training.schedule import warmup_cosine
+from eflax.training.sharding import check_batch, make_mesh, place_batch, sharded_state
+from eflax.training.step import TrainState, decay_mask, make_train_step
+from eflax.training.token_loss import language_model_loss
+from experiments import command
+from experiments.command import FlagError
+from experiments.language_model_flags import Flags, Plan, make_plan
+
+EXPERIMENT, RUN = "language_model", "model"
+NOT_SAVED = (
+    *command.NOT_SAVED,
+    "dry_run",
+    "cache",
+    "fsdp",
+    "tensor",
+    "form",
+    "remat",
+    "unroll",
+    "accumulate",
+)
+RECORDS = TRAINING | {
+    "validation": {"validation": "text", "nll": "a number", "tokens": "a number"},
+    "diverged": {"diverged": "text"},
+}
+
+
+def main(args: Sequence[str]) -> int:
+    """Train; `args` are the command-line flags. Returns the exit code."""
+    parse = partial(command.parse_flags, Flags, EXPERIMENT, args, read_flags)
+    return command.run_command(EXPERIMENT, parse, run)
+
+
+def read_flags(folder: Path) -> Flags:
+    """Return the flags of the run in a folder. Raises RunFolderError where there is none."""
+    return command.read_flags(Flags, EXPERIMENT, folder, make_plan, NOT_SAVED)
+
+
+def run(flags: Flags, out: Path, console: Console) -> int:
+    """Train as the flags say, or tell what would be done."""
+    with StopRequest() as stop:
+        training = Training(flags, console)
+        if flags.dry_run:
+            training.tell_costs()
+            return 0
+        stop.check()
+        with RunFolder(out, training.run_config(), flags.resume is not None, RECORDS) as folder:
+            console.print(f"Metrics and checkpoints: {out}")
+            return training.train(folder, stop)
+
+
+class Training:
+    """Everything that is known before the first step; raises FlagError where something does not fit."""
+
+    def __init__(self, flags: Flags, console: Console) -> None:
+        self.flags, self.console = flags, console
+        make_plan(flags)  # before the data, which may take long
+        self.tokenizer, self.stores, self.validation = self.load_data()
+        self.plan = plan = make_plan(flags, self.tokenizer.vocab_size)
+        try:
+            self.mesh = make_mesh(flags.fsdp, flags.tensor)
+            check_batch(plan.batch_size, plan.accumulate, self.mesh)
+            self.build = partial(build_model, flags, plan)
+            self.model = nnx.eval_shape(self.build)
+            tokens = jax.ShapeDtypeStruct((1, plan.length), jnp.int32)
+            jax.eval_shape(lambda tokens: self.build().hidden(tokens), tokens)
+        except UnsupportedForm as error:
+            raise FlagError(f"--form {flags.form}: {error}") from error
+        except ValueError as error:
+            raise FlagError(str(error)) from error
+        schedule = warmup_cosine(
+            plan.lr, start=plan.lr_end, end=plan.lr_end, warmup_steps=plan.warmup_steps, steps=plan.steps
+        )
+        decay = flags.weight_decay
+        self.optimizer = adamw(schedule, b1=0.9, b2=0.95, weight_decay=decay, decayed=decay_mask)
+
+    def load_data(self) -> tuple[Tokenizer, list[TokenStore], list[TokenStore]]:
+        """Return the tokenizer, and the tokens of the sources to train and to validate on."""
+        flags, plan = self.flags, make_plan(self.flags)
+        try:
+            tokenizer = load_tokenizer(plan.tokenizer, flags.cache)
+            load = partial(load_tokens, tokenizer=tokenizer, cache=flags.cache, field=flags.field)
+            stores = [load(source, max_tokens=flags.max_tokens) for source in plan.data]
+            validation = [load(source) for source in flags.validation]
+            for store in (*stores, *validation):
+                Windows(store, plan.length, remainder=True)
+        except (DataError, OSError) as error:
+            raise FlagError(f"--data, --validation or --tokenizer: {error}") from error
+        return tokenizer, stores, validation
+
+    def run_config(self) -> dict[str, Any]:
+        """Return what identifies the run."""
+        prints = [store.fingerprint for store in (*self.stores, *self.validation)]
+        saved = command.saved_flags(self.flags, NOT_SAVED)
+        return {"experiment": EXPERIMENT, **saved, "plan": asdict(self.plan), "data_fingerprints": prints}
+
+    def start(self) -> tuple[TrainState, Any]:
+        """Return the initial state on the mesh, and the train step."""
+        state, shardings = sharded_state(self.build, self.optimizer, self.mesh)
+        loss = partial(language_model_loss, z_loss=self.flags.z_loss)
+        options = {"accumulate": self.plan.accumulate, "shardings": shardings}
+        return state, make_train_step(self.model, self.optimizer, loss, **options)
+
+    def train(self, folder: RunFolder, stop: StopRequest) -> int:
+        """Train to the end; returns the exit code."""
+        flags, plan = self.flags, self.plan
+        trainer = Trainer(
+            folder,
+            stop,
+            plan.steps,
+            flags.checkpoint_every,
+            flags.log_every,
+            flags.validate_every,
+            rates=self.rates,
+            loss_limit=3 * math.log(plan.config.vocab_size),
+            asynchronous=True,
+        )
+        state, step = self.start()
+        separate, weights = flags.documents == "separate", flags.weights or None
+        batches = text_batches(
+            self.stores, plan.length, plan.batch_size, flags.seed, weights=weights, separate=separate
+        )
+
+        def place_and_step(state: TrainState, batch: Any) -> tuple[TrainState, Any]:
+            return step(state, place_batch(batch, self.mesh, plan.accumulate))
+
+        validation = Validation(self, folder)
+        try:
+            trainer.train(RUN, state, place_and_step, batches, validation if self.validation else None)
+        except Diverged as error:
+            folder.append([{"run": RUN, "step": plan.steps, "diverged": str(error)}])
+            self.console.print(f"error: {error}")
+            return 1
+        finally:
+            validation.close()
+        return 0
+
+    def rates(self, steps_per_second: float) -> dict[str, float]:
+        """Return tokens a second and, where the device's peak is known, the share of it that is used."""
+        tokens = steps_per_second * self.plan.batch_size * self.plan.length
+        rates = {"tokens_per_s": round(tokens, 1)}
+        if peak := peak_flops():
+            used = tokens * training_flops_per_token(self.model, self.plan.length)
+            rates["mfu"] = round(used / (peak * self.mesh.size), 4)
+        return rates
+
+    def tell_costs(self) -> None:
+        """Print what the training would take, and compile its step."""
+        plan, say = self.plan, self.console.print
+        count = count_parameters(self.model)
+        tokens = sum(len(store.tokens) for store in self.stores)
+        say(
+            f"{count:,} parameters, {plan.steps:,} steps of {plan.batch_size} sequences of {plan.length} tokens"
+        )
+        say(f"{plan.steps * plan.batch_size * plan.length / tokens:.2f} epochs of {tokens:,} tokens")
+        flops = training_flops_per_token(self.model, plan.length) * plan.batch_size * plan.length
+        say(f"{flops:.3g} operations a step, {flops * plan.steps:.3g} in all")
+        state, step = self.start()
+        names = ("tokens", "targets", "segment_ids")
+        rows = {name: np.zeros((plan.batch_size, plan.length), np.int32) for name in names}
+        batch = place_batch(
+            rows | {"weight": np.ones((plan.batch_size, plan.length), np.float32)}, self.mesh, plan.accumulate
+        )
+        memory = step.lower(state, batch).compile().memory_analysis()
+        arguments, temporary = memory.argument_size_in_bytes, memory.temp_size_in_bytes
+        say(
+            f"memory of a device: {arguments / 2**30:.2f} GiB of state and batch, {temporary / 2**30:.2f} GiB more"
+        )
+
+
+class Validation:
+    """Validates on each source, and keeps the parameters of the lowest mean loss in a checkpoint of its own."""
+
+    def __init__(self, training: Training, folder: RunFolder) -> None:
+        self.training, self.folder = training, folder
+        self.best = Checkpoints(folder.path / "checkpoints" / f"{RUN}-best", keep=1)
+        graph = nnx.graphdef(training.model)
+
+        def sums(params: PyTree, rest: PyTree, batch: dict[str, jax.Array]) -> tuple[jax.Array, jax.Array]:
+            _, metrics = language_model_loss(nnx.merge(graph, params, rest), batch)
+            return metrics["nll"] * metrics["tokens"], metrics["tokens"]
+
+        self.sums = jax.jit(sums)
+
+    def __call__(self, step: int, state: TrainState) -> tuple[TrainState, list[dict[str, Any]]]:
+        """Return the state as it is, and a record for each source."""
+        records = []
+        for store in self.training.validation:
+            nll, tokens = self.score(store, state)
+            records.append({"validation": Path(store.name).name, "nll": nll / tokens, "tokens": tokens})
+        mean = sum(record["nll"] for record in records) / len(records)
+        known = [record["mean_nll"] for record in self.folder.records() if "mean_nll" in record]
+        if mean < min(known, default=math.inf) and (self.best.latest_step() or -1) < step:
+            self.best.save(step, state.params, validation=mean)
+        return state, [*records, {"mean_nll": mean}]
+
+    def score(self, store: TokenStore, state: TrainState) -> tuple[float, float]:
+        """Return the summed nll of a store, and the number of tokens that were predicted."""
+        plan, separate = self.training.plan, self.training.flags.documents == "separate"
+        windows = Windows(store, plan.length, separate=separate, remainder=True)
+        size, nll, tokens = plan.batch_size // plan.accumulate, 0.0, 0.0
+        for first in range(0, len(windows), size):
+            rows = [windows[index] for index in range(first, min(first + size, len(windows)))]
+            batch = {name: np.stack([row[name] for row in rows]) for name in rows[0]}
+            missing = size - len(rows)
+            padded = {name: np.pad(array, ((0, missing), (0, 0))) for name, array in batch.items()}
+            found = self.sums(state.params, state.rest, place_batch(padded, self.training.mesh))
+            nll, tokens = nll + float(found[0]), tokens + float(found[1])
+        return nll, tokens
+
+    def close(self) -> None:
+        """Release the checkpoints."""
+        self.best.close()
+
+
+def build_model(flags: Flags, plan: Plan) -> LanguageModel:
+    """Return the model at its initial parameters."""
+    return LanguageModel(
+        plan.config,
+        dtype=jnp.dtype(plan.dtype).type,
+        form=flags.form,
+        chunk_size=flags.chunk_size,
+        max_length=plan.length,
+        remat=plan.remat,
+        unroll=flags.unroll,
+        rngs=nnx.Rngs(flags.seed),
+    )

@@ -1,0 +1,134 @@
+"""The command experiments.language_model: train, stop, resume, what it writes, what it refuses."""
+
+import json
+import os
+import shutil
+import signal
+
+import numpy as np
+import pytest
+
+from eflax.training import Checkpoints
+from experiments import language_model, language_model_train
+
+SIZES = ["--length", "16", "--batch-tokens", "64", "--tokens", "384", "--warmup-tokens", "64"]
+QUICK = [
+    *SIZES,
+    "--layer",
+    "transformer",
+    "--log-every",
+    "2",
+    "--checkpoint-every",
+    "2",
+    "--validate-every",
+    "3",
+]
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("text")
+    for name, seed in (("train", 0), ("check", 1)):
+        letters = np.random.default_rng(seed).choice(list("abcdef "), (30, 40))
+        lines = (json.dumps({"text": "".join(row)}) for row in letters)
+        (folder / f"{name}.jsonl").write_text("\n".join(lines))
+    return folder
+
+
+def arguments(text, *more):
+    data = ["--data", str(text / "train.jsonl"), "--validation", str(text / "check.jsonl")]
+    return [*data, "--cache", str(text / "cache"), *more]
+
+
+def train(text, out, *more):
+    return language_model.main(["train", *arguments(text, *QUICK, "--out", str(out)), *more])
+
+
+@pytest.fixture(scope="module")
+def run(text, tmp_path_factory):
+    out = tmp_path_factory.mktemp("run") / "run"
+    assert train(text, out) == 0
+    return out
+
+
+def records(out):
+    return [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+
+
+def checksums(out):
+    """Those of every leaf of the last state."""
+    return json.loads((out / "checkpoints" / "model" / "6" / "meta" / "metadata").read_text())["crc32"]
+
+
+def losses(out):
+    return [(record["step"], record["loss"]) for record in records(out) if "loss" in record]
+
+
+def test_a_run_logs_every_step_validates_and_keeps_the_best(run):
+    assert [step for step, _ in losses(run)] == [1, 2, 3, 4, 5, 6]
+    assert losses(run)[-1][1] < losses(run)[0][1]
+    found = [record for record in records(run) if "validation" in record]
+    assert [record["step"] for record in found] == [3, 6]
+    assert found[0]["validation"] == "check.jsonl"
+    best = Checkpoints(run / "checkpoints" / "model-best")
+    means = {record["step"]: record["mean_nll"] for record in records(run) if "mean_nll" in record}
+    assert best.latest_step() == min(means, key=lambda step: means[step])
+    best.close()
+
+
+def test_a_stopped_and_a_killed_run_end_as_one_that_was_not(run, text, tmp_path, monkeypatch):
+    out, calls, place = tmp_path / "run", [], language_model_train.place_batch
+
+    def place_and_stop(*args):
+        calls.append(args)
+        if len(calls) == 3:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return place(*args)
+
+    monkeypatch.setattr(language_model_train, "place_batch", place_and_stop)
+    assert train(text, out) == 128 + signal.SIGTERM
+    assert max(step for step, _ in losses(out)) == 3
+    # A kill leaves what was on disk: metrics beyond the last checkpoint, and half a line.
+    shutil.rmtree(out / "checkpoints" / "model" / "3")
+    with (out / "metrics.jsonl").open("a") as stream:
+        stream.write('{"run": "mod')
+    assert language_model.main(["--resume", str(out), "--cache", str(text / "cache")]) == 0
+    assert losses(out) == losses(run)
+    assert checksums(out) == checksums(run)
+
+
+def test_dry_run_tells_and_writes_nothing(text, tmp_path, capsys):
+    assert train(text, tmp_path / "run", "--dry-run") == 0
+    said = capsys.readouterr().out
+    assert "836,992 parameters, 6 steps of 4 sequences of 16 tokens" in said and "memory of a device" in said
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--layer", "lstm"], "--layer lstm: there is no such layer"),
+        (["--batch-tokens", "40"], "--batch-tokens 40: must be a multiple of --length 16"),
+        (["--warmup-tokens", "384"], "no shorter than the training"),
+        (["--accumulate", "3"], "cannot be cut into 3 accumulated parts"),
+        (["--fsdp", "2"], "needs 2 devices and there are 1"),
+        (["--layer", "efla", "--form", "spiral"], "spiral"),
+        (["--data", "none.jsonl"], "there is no file none.jsonl"),
+        (["--tokenizer", "none.model"], "neither one of bytes"),
+        (["--pattern", "efla", "transformer", "mamba"], "num_layers=4 is no multiple of the 3"),
+        (["--weights", "1.0", "2.0"], "a positive one for each of the 1 sources"),
+    ],
+)
+def test_bad_flags_are_told_before_anything_is_written(text, tmp_path, capsys, flags, message):
+    assert train(text, tmp_path / "run", *flags) == 2
+    assert message in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()
+
+
+def test_another_model_or_other_data_cannot_continue_a_run(run, text, capsys):
+    for change, field in (
+        (["--layer", "deltanet"], "layer"),
+        (["--data", str(text / "check.jsonl")], "data"),
+    ):
+        assert language_model.main(["--resume", str(run), "--cache", str(text / "cache"), *change]) == 2
+        assert f"resume with another '{field}'" in capsys.readouterr().err
