@@ -20,7 +20,7 @@ import numpy as np
 from flax import nnx
 from rich.console import Console
 
-from eflax.data.algorithmic import Batch
+from eflax.data.algorithmic import Batch, pad
 from eflax.data.algorithmic_tasks import TASKS
 from eflax.evaluation.length import accuracy, sum_scores
 from eflax.progress import Progress
@@ -214,11 +214,16 @@ class Run:
         return [n for n in self.flags.lengths or self.task.test_lengths if n not in done]
 
     def evaluate(self, state: Selected, step: int) -> None:
-        """Leave records of the best parameters at each length; stops between two."""
+        """Leave records of the best parameters at each length; stops between two.
+
+        All lengths of the paper are padded to the longest, so that one compiled program serves them.
+        """
         lengths, best = self.lengths_left(step), np.asarray(state.best_step)
+        longest = self.task.num_tokens(max(self.task.test_lengths))
         with Progress(f"evaluate {self.arm.name}", len(lengths), unit="lengths") as progress:
             for length in lengths:
                 examples = self.task.test(length, self.plan.test_size)
+                examples = pad(examples, max(longest, examples["tokens"].shape[1]))
                 totals, count = self.totals(state.best, state, examples), len(examples["tokens"])
                 points = [self.point(totals, index, count) for index in range(len(self.plan.seeds))]
                 self.folder.append(
