@@ -63,7 +63,7 @@ RECORDS = TRAINING | {
 
 def main(args: Sequence[str] | None = None) -> int:
     """Run the experiment; `args` are the command-line flags. Returns the exit code."""
-    args = sys.argv[1:] if args is None else args
+    args = list(sys.argv[1:] if args is None else args)
     if args[:1] == ["generate"]:
         from experiments.state_tracking_generate import main as generate
 

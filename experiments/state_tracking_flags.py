@@ -44,7 +44,7 @@ class Preset:
 
 PRESETS = {
     # Sized for minutes on two CPU cores: it shows the way, not the paper's numbers.
-    "quick": Preset(("rlt1:1+1", "gpt:2"), (42,), 150, 64, 2e-3, 64, 2, 64, 64),
+    "quick": Preset(("rlt1:1+1", "gpt:2"), (42,), 300, 64, 2e-4, 64, 2, 64, 64),
     "paper": Preset(),
     "splits": Preset((*(f"rlt1:{split}" for split in SPLITS), "gpt:8")),
     "feedback": Preset(("rlt1:4+4", "rlt2:4+4", "rlt0:4+4", "gpt:8")),

@@ -26,8 +26,9 @@ from jaxtyping import Array, Float, Int
 from eflax.cells.checks import check_count, known_values
 from eflax.layers.parts import RMSNorm
 from eflax.layers.state import check_counts, check_divides
+from eflax.models.rlt_arrays import KeyValues, Rotary, Sizes, empty_slots, lookup
 from eflax.models.rlt_decoder import Decoder, DecoderState
-from eflax.models.rlt_parts import EPSILON, KEEP_PRODUCTS, EncoderBlock, KeyValues, Rotary, Sizes, empty_slots
+from eflax.models.rlt_parts import EPSILON, KEEP_PRODUCTS, EncoderBlock
 
 BASE_WIDTH = 1024  # of the width-µP of the authors' base code: logits are multiplied by BASE_WIDTH / width
 
@@ -141,7 +142,7 @@ class RLT(nnx.Module):
         self, tokens: Int[Array, "B T"], start: Int[Array, ""], cache: RLTCache | None = None
     ) -> tuple[Float[Array, "B T D"], KeyValues | None, tuple[KeyValues, ...]]:
         """Return e, the memory M, and the keys and values of each layer; these include those of the cache."""
-        x = self.embedding[...].at[tokens].get(mode="fill", fill_value=jnp.nan)
+        x = lookup(self.embedding[...], tokens)
         positions = start + jnp.arange(tokens.shape[1], dtype=jnp.int32)
         rotary = Rotary.of(positions, self.sizes)
         layers = []

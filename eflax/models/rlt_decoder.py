@@ -9,16 +9,8 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from eflax.layers.state import check_divides
-from eflax.models.rlt_parts import (
-    KEEP_PRODUCTS,
-    DecoderBlock,
-    KeyValues,
-    Memory,
-    Merge,
-    Rotary,
-    Sizes,
-    empty_slots,
-)
+from eflax.models.rlt_arrays import KeyValues, Rotary, Sizes, empty_slots
+from eflax.models.rlt_parts import KEEP_PRODUCTS, DecoderBlock, Memory, Merge
 
 
 class DecoderState(NamedTuple):

@@ -1,94 +1,26 @@
-"""The parts of the Recurrent Looped Transformer: heads with QK-norm, blocks, encoder memory, gated merge.
+"""The parts of the Recurrent Looped Transformer that have parameters: heads with QK-norm, blocks, memory, merge.
 
-Arrays of heads are head-major, [B, H, T, K], so that the keys and values that every step of the decoder reads lie as
-they are read. All is float32.
-
-Sizes and initial values follow the paper's exact parameter counts and the public base code of its authors: no bias
-but the gate's; matrices N(0, (0.5/√D)²), those that write into the residual stream also over √(number of layers).
+All is float32. Sizes and initial values follow the paper's exact parameter counts and the public base code of its
+authors: no bias but the gate's; matrices N(0, (0.5/√D)²), those that write into the residual stream also over
+√(number of layers).
 """
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
-from eflax.layers.attention import rotary, turn
 from eflax.layers.parts import RMSNorm, linear
+from eflax.models.rlt_arrays import KeyValues, Rotary, Sizes, attend
 
 EPSILON = 1e-5  # of every RMSNorm
-ROPE_BASE = 10_000.0
 ALIGNMENT = 64
 
 # What the backward pass keeps of a block: the products with parameters. All else is cheaper to compute again, fused
 # with its use, than to store, which at every step of the decoder takes a kernel for each array.
 KEEP_PRODUCTS = jax.checkpoint_policies.dots_with_no_batch_dims_saveable
-
-
-class Sizes(NamedTuple):
-    """What the parts need to know of the model; ``layers`` counts encoder and decoder."""
-
-    width: int
-    num_heads: int
-    mlp_width: int
-    layers: int
-
-
-class KeyValues(NamedTuple):
-    """Keys, rotated and normalised, and values of S positions."""
-
-    keys: Array  # [B, H, S, K]
-    values: Array  # [B, H, S, K]
-
-    def write(self, new: "KeyValues", start: Int[Array, ""]) -> "KeyValues":
-        """Return these slots with new ones written from ``start`` on."""
-        return jax.tree.map(
-            lambda old, x: jax.lax.dynamic_update_slice_in_dim(old, x, start, axis=2), self, new
-        )
-
-
-def empty_slots(batch_size: int, number: int, sizes: Sizes) -> KeyValues:
-    """Return so many slots of zeros."""
-    empty = jnp.zeros((batch_size, sizes.num_heads, number, sizes.width // sizes.num_heads), jnp.float32)
-    return KeyValues(empty, empty)
-
-
-class Rotary(NamedTuple):
-    """The rotation of each position: cos and sin, [T, K/2]."""
-
-    cos: Array
-    sin: Array
-
-    @classmethod
-    def of(cls, positions: Int[Array, "T"], sizes: Sizes) -> "Rotary":
-        """Return the rotations of these positions, which count from 0."""
-        return cls(*rotary(positions, sizes.width // sizes.num_heads, ROPE_BASE))
-
-    def turn(self, x: Float[Array, "B H T K"]) -> Float[Array, "B H T K"]:
-        """Rotate x to its positions."""
-        return turn(x, self.cos[None, None], self.sin[None, None])
-
-
-def attend(
-    q: Float[Array, "B H T K"], past: KeyValues, visible: Bool[Array, "T S"]
-) -> Float[Array, "B T H*K"]:
-    """Return softmax attention over the visible positions, at scale K^-0.5, heads side by side."""
-    batch, heads, time, width = q.shape
-    q = q * width**-0.5
-
-    def softmax(scores: Float[Array, "B H T S"]) -> Float[Array, "B H T S"]:
-        return jax.nn.softmax(jnp.where(visible[None, None], scores, -jnp.inf), axis=-1)
-
-    # One query, as at every step of the decoder, reads each key and value once: as sums of products XLA fuses that
-    # with what stands around it, forward and backward, at the speed of the memory. A matrix product of one row cannot.
-    if time == 1:
-        weights = softmax((q * past.keys).sum(-1)[:, :, None])
-        o = (weights[:, :, 0, :, None] * past.values).sum(-2)
-    else:
-        weights = softmax(jnp.einsum("bhtk,bhsk->bhts", q, past.keys))
-        o = jnp.einsum("bhts,bhsk->bthk", weights, past.values)
-    return o.reshape(batch, time, heads * width)
 
 
 def matrix(inputs: int, outputs: int, sizes: Sizes, rngs: nnx.Rngs, **options: Any) -> nnx.Linear:
