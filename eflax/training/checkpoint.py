@@ -61,7 +61,9 @@ class Checkpoints:
         return self._manager.latest_step()
 
     def save(self, step: int, state: PyTree, **extra: Any) -> None:
-        """Write `state`, a tree of arrays, and `extra`, which JSON can hold; returns when it is on disk, if not asynchronous.
+        """Write `state`, a tree of arrays, and `extra`, which JSON can hold.
+
+        Returns when it is on disk, or, where saving is asynchronous, when `state` may change.
 
         Raises:
             CheckpointError: the folder holds a checkpoint of this or a later step.
