@@ -41,7 +41,7 @@ def stacked(case_name, shared=()):
     return inputs, {name: None if name in shared else 0 for name in inputs}, weights
 
 
-@pytest.mark.parametrize(("case_name", "form"), harness.DISTINCT_FORMS)
+@pytest.mark.parametrize(("case_name", "form"), harness.FEWER_FORMS)
 def test_vmap_is_a_loop(case_name, form):
     """vmap of value and gradient; and the gradient of a vmapped loss, where shared inputs collect a sum."""
     shared = ("k", "B", "initial_state")
@@ -67,7 +67,7 @@ def row(inputs, shared, index):
     return {n: x if n in shared else jax.tree.map(lambda x: x[index], x) for n, x in inputs.items()}
 
 
-@pytest.mark.parametrize(("case_name", "form"), harness.DISTINCT_FORMS)
+@pytest.mark.parametrize(("case_name", "form"), harness.FEWER_FORMS)
 def test_rematerialised_gradients_are_equal(case_name, form):
     inputs, weights, _, expected = harness.referee(case_name, "random", regimes.BASE)
 
@@ -78,7 +78,7 @@ def test_rematerialised_gradients_are_equal(case_name, form):
     assert_close(jax.jit(jax.grad(loss))(inputs), expected["gradients"], BACKWARD)
 
 
-@pytest.mark.parametrize(("case_name", "form"), harness.DISTINCT_FORMS)
+@pytest.mark.parametrize(("case_name", "form"), harness.FEWER_FORMS)
 def test_second_call_compiles_nothing(case_name, form):
     """Called directly, without jit around it, forward and backward, with other values of the same shapes."""
     inputs, weights, ids = harness.problem(case_name, "packed", SHAPE)
@@ -175,7 +175,7 @@ def test_strong_decay_is_not_clipped(case_name):
     inputs, _, _ = harness.problem(case_name)
     inputs |= {"k": 0 * inputs["k"], "g": (0 * inputs["g"]).at[:, 20].set(-30.0)}
     rate = 1 - np.exp(-30.0) if case_name == "gated_efla" else 30.0
-    for form in harness.portable_forms(harness.cell_of(case_name)):
+    for form in ("recurrent", "chunkwise"):
         _, state = harness.forward(case_name, form)(inputs)
         expected = np.asarray(inputs["initial_state"], np.float64) * np.exp(-rate)
         np.testing.assert_allclose(state, expected, rtol=3e-6)
@@ -223,7 +223,7 @@ def bytes_per_token(compile_loss):
     return (large - small) / 512
 
 
-@pytest.mark.parametrize("case_name", [name for name in oracle.DEFAULTS if harness.has_scale(name)])
+@pytest.mark.parametrize("case_name", [name for name in harness.DISTINCT if harness.has_scale(name)])
 def test_chunkwise_gradient_keeps_a_state_a_chunk(case_name):
     """Per token: T/C states (K V / C numbers each) and some rows of C, K and V numbers, not K V numbers."""
     K, V, C = WIDE["K"], WIDE["V"], 64

@@ -56,9 +56,8 @@ def test_parameter_counts(cell):
 
 
 @every_cell
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-def test_logits(cell, dtype):
-    model, x = make(cell, dtype=dtype), pixels()
+def test_logits(cell):
+    model, x = make(cell, dtype=jnp.bfloat16), pixels()
     logits = call(model, x)
     assert logits.shape == (3, 10) and logits.dtype == jnp.float32
     np.testing.assert_array_equal(call(model, x[..., None]), logits)
@@ -115,19 +114,18 @@ def test_only_the_last_position_is_read_out():
 
 
 @every_cell
-@pytest.mark.parametrize("image", ["random", "black"])
-def test_gradients_are_finite_and_reach_the_first_pixel(cell, image):
-    model, x = make(cell), pixels() * float(image == "random")
+def test_gradients_are_finite_and_reach_the_first_pixel(cell):
+    model = make(cell)
 
     @nnx.jit
     def gradients(model, x):
         return nnx.grad(lambda model, x: jax.nn.logsumexp(model(x)[:, 1:]).sum(), argnums=(0, 1))(model, x)
 
-    dmodel, dx = gradients(model, x)
-    assert all(bool(jnp.isfinite(g).all()) for g in jax.tree.leaves(dmodel))
-    assert bool(jnp.isfinite(dx).all()) and bool(jnp.all(dx[:, 0] != 0))
-    if image == "random":
-        assert all(bool(jnp.any(g != 0)) for g in jax.tree.leaves(dmodel))
+    for brightness in (0.0, 1.0):
+        dmodel, dx = gradients(model, pixels() * brightness)
+        assert all(bool(jnp.isfinite(g).all()) for g in jax.tree.leaves(dmodel))
+        assert bool(jnp.isfinite(dx).all()) and bool(jnp.all(dx[:, 0] != 0))
+    assert all(bool(jnp.any(g != 0)) for g in jax.tree.leaves(dmodel))
 
 
 @every_cell

@@ -32,10 +32,9 @@ HARD = {"correlated_keys": 2, "repeated_key": 4, "mixed_magnitudes": 4}
 TABLE = [
     Case("efla", "huge_keys", "float16", (65, 1, 1, 1, 60, 100)),
     Case("efla", "repeated_key", "bfloat16", (130, 1, 1, 1, 128, 128)),
-    Case("gated_efla", "strong_decay_everywhere", "float16", (65, 1, 2, 2, 128, 64)),
     Case("gated_efla-log_rate", "mixed_magnitudes", "bfloat16", (65, 1, 1, 1, 64, 64)),
     Case("gated_delta_rule", "correlated_keys", "bfloat16", (130, 2, 1, 1, 64, 64), packed=True, scale=0.125),
-    Case("gated_delta_rule", "reset_tokens", "float16", (64, 1, 1, 1, 80, 100)),
+    Case("gated_delta_rule", "reset_tokens", "float16", (64, 1, 2, 2, 80, 60)),
     Case("delta_rule", "random", "bfloat16", (130, 1, 2, 2, 60, 128), packed=True, scale=0.5),
     Case("gated_efla", "random", "bfloat16", (190, 1, 1, 2, 64, 128), packed=True, segments=3),
     Case("ssd", "strong_decay_everywhere", "bfloat16", (382, 1, 1, 1, 64, 64), segments=2),

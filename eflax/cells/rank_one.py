@@ -110,7 +110,7 @@ class RankOneCell[State]:
 
     def _decodes(self, tokens, q, k, v, *others) -> bool:
         """Whether the kernel for a few tokens serves."""
-        return pallas_decode.serves(tokens, q, k, jax.eval_shape(self._values, v), *others)
+        return pallas_decode.serves(tokens, q, k, v, *others)
 
     def _step(self, state, q_t, k_t, v_t, gates_t, scale, **options) -> Any:
         axes = self._check_inputs(q_t, k_t, v_t, gates_t, "B", "_t")
