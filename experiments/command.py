@@ -149,6 +149,7 @@ def _plain(kind: Any) -> Any:
 
 def _fits(value: Any, kind: Any) -> bool:
     """Whether a value that was read from JSON is what a flag of the plain type `kind` was written as."""
+    kind = _plain(kind)
     origin, arguments = get_origin(kind), get_args(kind)
     if origin is Literal:
         return value in arguments

@@ -143,7 +143,7 @@ VALIDATION: dict[tuple[str, int], dict[str, str]] = {
 
 def published_curve(task: str, model: str) -> dict[int, Point]:
     """Return the published accuracies of a model by test length, as far as there are any."""
-    lengths, models = CURVES[task]
+    lengths, models = CURVES.get(task, ((), {}))
     values = models.get(model, "").split()
     return {n: _point(value) for n, value in zip(lengths, values, strict=False) if value != "-"}
 

@@ -15,7 +15,7 @@ from eflax.data.algorithmic_tasks import TASKS
 from eflax.evaluation.length import accuracy, example_scores, sum_scores
 from eflax.training import TrainState
 from experiments import state_tracking
-from experiments.command import FlagError
+from experiments.command import FlagError, saved_flags
 from experiments.state_tracking_flags import PRESETS, make_plan
 from experiments.state_tracking_models import Arm, Selected, keep_best, optimizer, parse_model
 from experiments.state_tracking_published import CURVES, published_curve, published_validation
@@ -37,6 +37,7 @@ def test_the_paper_protocol():
     assert sizes == ((42, 43, 44), 2000, 512, 1e-4, 512, 4)
     assert (named.test_size, named.validation_size) == (1024, 256)
     assert plan("--task", "mod5-flat", "--preset", "splits").steps == 5000
+    assert (plan().task, plan("--model", "rlt1").task) == ("parity-short", "parity")
     sixteen = plan("--preset", "sixteen")
     assert (sixteen.seeds, sixteen.batch_size, len(sixteen.arms)) == ((42,), 1024, 10)
     assert {arm.encoder + arm.decoder for arm in sixteen.arms} == {16}
@@ -77,6 +78,14 @@ def test_models_by_name():
     )
 
 
+def test_flags_are_read_back(tmp_path):
+    given = ["--task", "swaps", "--preset", "feedback", "--truncate", "4", "--seeds", "1", "--lr", "1e-3"]
+    flags = state_tracking.parse_flags(given)
+    config = {"experiment": state_tracking.EXPERIMENT, **saved_flags(flags, state_tracking.NOT_SAVED)}
+    (tmp_path / "config.json").write_text(json.dumps({"config": config}))
+    assert state_tracking.read_flags(tmp_path) == flags
+
+
 BAD_FLAGS = {
     "model": (["--model", "rlt3"], "--model rlt3: there are rlt1"),
     "split": (["--model", "rlt1", "--split", "x"], "--split x: layers are E\\+D"),
@@ -90,7 +99,7 @@ BAD_FLAGS = {
     "lr": (["--lr", "-1"], "--lr -1.0: must be a positive number"),
     "lengths": (
         ["--lengths", "9999"],
-        "--lengths 9999: length 9999: parity has examples of length 1 to 4096",
+        "--lengths 9999: length 9999: parity-short has examples of length 1 to 4096",
     ),
     "even": (["--task", "mod5-flat", "--lengths", "32"], "odd lengths alone"),
     "seeds": (["--seeds", "1", "1"], "--seeds 1 1: give different numbers"),
