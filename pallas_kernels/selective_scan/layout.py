@@ -34,7 +34,7 @@ class Plan:
     entries: int = 8
     groups: int = 1
     segments: int = 1  # of a sequence, which stand beside each other on the batch axis
-    stages: int = 3  # chunks in flight
+    stages: int = 2  # chunks in flight
     interpret: Any = None
 
     @property
@@ -44,7 +44,7 @@ class Plan:
 
     def for_gradients(self) -> "Plan":
         """The same channels for the backward kernel, which sums over groups, and needs more registers an entry."""
-        return dataclasses.replace(self, entries=self.entries // 2, groups=self.groups * 2, stages=2)
+        return dataclasses.replace(self, entries=self.entries // 2, groups=self.groups * 2)
 
     @property
     def width(self) -> int:
