@@ -236,14 +236,14 @@ class Validation:
         self.best.close()
 
 
-def build_model(flags: Flags, plan: Plan) -> LanguageModel:
-    """Return the model at its initial parameters."""
+def build_model(flags: Flags, plan: Plan, max_length: int | None = None) -> LanguageModel:
+    """Return the model at its initial parameters; `max_length` is that of softmax attention, by default a sequence."""
     return LanguageModel(
         plan.config,
         dtype=jnp.dtype(plan.dtype).type,
         form=flags.form,
         chunk_size=flags.chunk_size,
-        max_length=plan.length,
+        max_length=plan.length if max_length is None else max_length,
         remat=plan.remat,
         unroll=flags.unroll,
         rngs=nnx.Rngs(flags.seed),

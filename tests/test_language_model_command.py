@@ -104,6 +104,27 @@ def test_dry_run_tells_and_writes_nothing(text, tmp_path, capsys):
     assert not (tmp_path / "run").exists()
 
 
+def test_a_run_can_be_evaluated_and_asked_for_text(run, text, capsys, tmp_path):
+    wanted = [
+        "--data",
+        str(text / "check.jsonl"),
+        "--length",
+        "64",
+        "--limit",
+        "2",
+        "--out",
+        str(tmp_path / "x.json"),
+    ]
+    assert language_model.main(["eval", str(run), "--best", *wanted]) == 2
+    assert "length=64: the states of softmax attention hold max_length=16" in capsys.readouterr().err
+    assert language_model.main(["eval", str(run)]) == 2
+    assert "nothing to evaluate on" in capsys.readouterr().err
+    prompts = ["--prompt", "abc", "de", "--max-tokens", "3"]
+    assert language_model.main(["generate", str(run), *prompts, "--max-length", "8"]) == 0
+    said = capsys.readouterr().out
+    assert "abc" in said and "tokens/s" in said
+
+
 @pytest.mark.parametrize(
     ("flags", "message"),
     [

@@ -70,7 +70,7 @@ class Scorer:
                 target = jnp.take_along_axis(logits, chunk[1][..., None], axis=2)[..., 0]
                 return None, (jax.nn.logsumexp(logits, -1) - target, target >= logits.max(-1))
 
-            _, found = jax.lax.scan(part, None, tuple(chunks))
+            _, found = jax.lax.scan(part, None, (next(chunks), next(chunks)))
             nll, best = (jnp.moveaxis(x, 0, 1).reshape(targets.shape) for x in found)
             counted = weight > 0
             return jnp.where(counted, nll, 0).sum(1), (best | ~counted).all(1), state
