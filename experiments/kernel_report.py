@@ -155,11 +155,15 @@ def launches(key_dim: int, value_dim: int, features: str) -> Iterator[tuple[str,
     if plan.erases:
         yield "solve", partial(solve, plan=plan), (k, gates)
     inputs = (k, k, v, inverse, gates, state)
-    yield "forward", partial(forward, plan=plan.staged(3)), inputs
-    yield "forward_residuals", partial(forward, plan=plan.staged(2), residuals=True), inputs
-    yield "backward_states", partial(backward_states, plan=plan.staged(2)), (k, k, v, inverse, gates, state)
+    yield "forward", partial(forward, plan=plan.staged()), inputs
+    yield "forward_residuals", partial(forward, plan=plan.staged(residuals=True), residuals=True), inputs
+    yield (
+        "backward_states",
+        partial(backward_states, plan=plan.staged(residuals=True)),
+        (k, k, v, inverse, gates, state),
+    )
     if plan.packed:  # what long sequences of few heads take besides; the other features cost no more
-        staged = plan.staged(3)
+        staged = plan.staged()
         moved = dataclasses.replace(staged, value_dim=key_dim, warpgroups=key_dim // CHUNK)
         identity, skip = full(BATCH, HEADS, key_dim, key_dim), jax.ShapeDtypeStruct((BATCH, HEADS), jnp.int32)
 

@@ -43,7 +43,7 @@ def peer_results(
     peers = installed_peers(name, inputs["q"].dtype.name) if "q" in inputs else {}
     for label, peer in peers.items():
         states = inputs["k"].size * inputs["v"].shape[-1] * 4 * 4 / 1e9
-        if label not in wanted or label == LOOP and task != "forward" and states > memory_limit:
+        if label not in wanted or (label == LOOP and task != "forward" and states > memory_limit):
             continue
         run, synchronize = prepare(peer, task, inputs)
         try:
@@ -63,7 +63,7 @@ def installed_peers(name: str, dtype: str) -> dict[str, Peer]:
 
     loops = {"delta_rule": torch_loop, "gated_delta_rule": torch_loop, "ssd": torch_loop}
     loops["efla"] = partial(torch_loop, exact=True)
-    peers = {LOOP: loops[name]} if name in loops else {}
+    peers: dict[str, Peer] = {LOOP: loops[name]} if name in loops else {}
     if torch.cuda.is_available() and find_spec("fla") is not None and dtype != "float32":
         kernels = fla_kernels()
         peers |= {FLA: kernels[name]} if name in kernels else {}

@@ -35,11 +35,14 @@ CASE_FORMS, DEFAULT_FORMS = case_forms(oracle.CASES), case_forms(oracle.DEFAULTS
 # compile; numbers on every cell.
 DISTINCT = ("linear_attention", "ssd", "delta_rule", "gated_delta_rule", "selective_ssm")
 DISTINCT_FORMS = case_forms(DISTINCT)
-# For what JAX does to any program: every form once, and the one that people use with every set of coefficients.
-FEWER_FORMS = [
-    *(param for param in DISTINCT_FORMS if param.values[1] == "chunkwise"),
-    *(param for param in case_forms(("gated_delta_rule",)) if param.values[1] != "chunkwise"),
-]
+
+
+def fewer_forms(names, whole="gated_delta_rule"):
+    """Test parameters: the form that people use of every named case, and every form of one of them."""
+    return [p for p in case_forms(names) if p.values[1] == "chunkwise" or p.values[0] == whole]
+
+
+FEWER_FORMS = fewer_forms(DISTINCT)  # for what JAX does to any program
 
 
 def cell_of(case_name) -> Any:

@@ -1,5 +1,7 @@
 """Generation and scoring: equal to the whole forward pass, whatever the batch, the chunks and the padding."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -56,9 +58,9 @@ def test_sampling_keeps_to_what_it_may_choose():
     np.testing.assert_allclose(drawn(), [0.5, 0.25, 0.15, 0.1], atol=0.03)
     np.testing.assert_allclose(drawn(top_k=2), [2 / 3, 1 / 3, 0, 0], atol=0.03)
     np.testing.assert_allclose(drawn(top_p=0.7), [2 / 3, 1 / 3, 0, 0], atol=0.03)
-    for bad in ({"temperature": -1.0}, {"top_k": -1}, {"top_p": 0.0}):
-        with pytest.raises(ValueError, match=next(iter(bad))):
-            Sampling(**bad)
+    for name, value in (("temperature", -1.0), ("top_k", -1), ("top_p", 0.0)):
+        with pytest.raises(ValueError, match=name):
+            dataclasses.replace(Sampling(), **{name: value})
 
 
 def test_batched_padded_scores_are_those_of_single_sequences(model, log_probabilities):

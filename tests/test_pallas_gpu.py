@@ -3,6 +3,7 @@
 from typing import NamedTuple
 
 import jax
+import jax.numpy as jnp
 import kernels
 import numpy as np
 import pytest
@@ -96,5 +97,5 @@ def test_the_state_alone(cell):
 
 def test_chunks_that_decay_hides_are_skipped():
     """Of those that leave less than e^-FAINT the nearest is passed; where it is not known what is left, all are."""
-    left = np.array([[[-90, -50, -41, -39], [-39, -2, -1, 0], [-np.inf] * 4, [np.nan] * 4]], np.float32)
+    left = jnp.array([[[-90, -50, -41, -39], [-39, -2, -1, 0], [-np.inf] * 4, [np.nan] * 4]])
     np.testing.assert_array_equal(segments._all_but_first(left), [[2, 0, 3, 0]])

@@ -144,8 +144,9 @@ def test_constraints_pin_every_dependency():
     pins = [re.fullmatch(r"([\w.-]+)==[\w.]+", line) for line in lines if not line.startswith("#")]
     assert all(pins), "constraints.txt holds name==version lines only"
     pinned = {pin.group(1).lower().replace("_", "-") for pin in pins if pin}
-    wanted = PROJECT["dependencies"] + PROJECT["optional-dependencies"]["dev"]
-    assert not {re.split(r"[\[<>=]", name)[0] for name in wanted} - pinned
+    extras = PROJECT["optional-dependencies"]
+    wanted = PROJECT["dependencies"] + extras["dev"] + extras["text"]
+    assert not {re.split(r"[\[<>=]", name)[0] for name in wanted} - {"eflax"} - pinned
 
 
 @pytest.mark.parametrize("name", ["run", "test"])

@@ -167,7 +167,8 @@ def test_windows_predict_every_token_but_the_first_of_a_document_once(store):
     first = np.isin(np.arange(len(store.tokens)), store.starts)
     np.testing.assert_array_equal(targets, store.tokens[~first])
     number = np.searchsorted(store.starts, np.arange(len(store.tokens)), "right")
-    for index, window in enumerate(windows):
+    for index in range(len(windows)):
+        window = windows[index]
         expected = number[index * 7 : index * 7 + 7]
         np.testing.assert_array_equal(np.diff(window["segment_ids"])[: len(expected) - 1], np.diff(expected))
     joined = Windows(store, 7, separate=False)

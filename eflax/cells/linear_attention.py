@@ -90,9 +90,9 @@ class LinearAttention(RankOneCell[State]):
     def _values(self, v: Array) -> Array:
         return jnp.concatenate([v, jnp.ones((*v.shape[:-1], 1), v.dtype)], axis=-1)
 
-    def _decodes(self, *arguments) -> bool:
+    def _decodes(self, tokens, q, k, v, *others) -> bool:
         """Never: the kernel for a few tokens has no tile with the normaliser's odd column."""
-        del arguments
+        del tokens, q, k, v, others
         return False
 
     def _choose_form(self, form, q, k, v, *others, normalize: bool = True, **options):

@@ -159,8 +159,8 @@ def _pad_state(state: Array, plan: Plan) -> Array:
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _evaluate(plan, q, k, v, erase, write, log_decay, restart, state):
     gates, inverse, growth = _prepare(plan, k, erase, write, log_decay, restart)
-    state, _ = entering_states(k, v, inverse, growth, gates, state, plan.staged(3))
-    results = forward(q, k, v, inverse, gates, state, plan.staged(3))
+    state, _ = entering_states(k, v, inverse, growth, gates, state, plan.staged())
+    results = forward(q, k, v, inverse, gates, state, plan.staged())
     return results.o, last_segment(results.final_state, plan)
 
 
@@ -171,8 +171,8 @@ def _prepare(plan, k, erase, write, log_decay, restart):
 
 def _evaluate_forward(plan, q, k, v, erase, write, log_decay, restart, state):
     gates, inverse, growth = _prepare(plan, k, erase, write, log_decay, restart)
-    state, passage = entering_states(k, v, inverse, growth, gates, state, plan.staged(3))
-    results = forward(q, k, v, inverse, gates, state, plan.staged(2), residuals=True)
+    state, passage = entering_states(k, v, inverse, growth, gates, state, plan.staged())
+    results = forward(q, k, v, inverse, gates, state, plan.staged(residuals=True), residuals=True)
     kept = (gates, inverse, passage, results.states, results.rows)
     kept = tuple(
         x if x is None else checkpoint_name(x, name) for x, name in zip(kept, RESIDUALS, strict=True)
@@ -184,8 +184,8 @@ def _evaluate_forward(plan, q, k, v, erase, write, log_decay, restart, state):
 def _evaluate_backward(plan, residuals, cotangents):
     q, k, v, write, log_decay, restart, gates, inverse, passage, states, row_values = residuals
     do, dstate = cotangents
-    dstate = leaving_gradients(q, k, do, inverse, gates, dstate, passage, plan.staged(3))
-    found = backward_states(q, k, do, inverse, gates, dstate, plan.staged(2))
+    dstate = leaving_gradients(q, k, do, inverse, gates, dstate, passage, plan.staged())
+    found = backward_states(q, k, do, inverse, gates, dstate, plan.staged(residuals=True))
     drows, dstates = cast(Array, found.rows), cast(Array, found.states)
     grads = backward_chunks(q, k, v, do, row_values, drows, states, dstates, gates, plan)
     parts = {part: grads.gates[..., part, :] for part in Parts}

@@ -49,19 +49,18 @@ class Plan:
     segments: int = 1  # of a sequence, which stand beside each other on the batch axis
     interpret: Any = None
     warpgroups: int = 1  # that share a block, each with 64 columns of the state
-    stages: int = 2  # chunks in flight
+    stages: int = 2  # chunks in flight; see `staged`
     scale: float = 1.0  # of the queries
 
-    def staged(self, most: int) -> "Plan":
-        """With as many stages as fit beside the results, at most `most`."""
+    def staged(self, *, residuals: bool = False) -> "Plan":
+        """With as many stages as fit beside the results, and beside what the backward pass needs; at most 3."""
         chunk = (
             CHUNK * (2 * self.key_dim + self.warpgroups * COLUMNS + 2 * CHUNK) * 2
             + self.gate_rows * CHUNK * 4
         )
-        results = self.warpgroups * COLUMNS * CHUNK * 2
-        if most == 2:  # kernels that keep what the backward pass needs
-            return self
-        return dataclasses.replace(self, stages=min(most, (SHARED_MEMORY - results) // chunk))
+        results = CHUNK + (self.key_dim + CHUNK if residuals else 0)
+        results *= self.warpgroups * COLUMNS * 2
+        return dataclasses.replace(self, stages=min(3, (SHARED_MEMORY - results) // chunk))
 
     @property
     def registers(self) -> tuple[int, int]:
