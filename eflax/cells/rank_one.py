@@ -21,6 +21,7 @@ from eflax.cells.forms import (
     restarts,
 )
 from eflax.cells.numerics import matmul_precision, on_device, state_dtype, vary_like
+from pallas_kernels.rank_one import decode
 
 DECAY = "g is a log-decay and must be <= 0, so that e^g is in (0, 1]"
 
@@ -110,7 +111,7 @@ class RankOneCell[State]:
 
     def _decodes(self, tokens, q, k, v, *others) -> bool:
         """Whether the kernel for a few tokens serves."""
-        return pallas_decode.serves(tokens, q, k, v, *others)
+        return pallas_gpu.refusal(tokens, q, k, v, *others, of=decode.check) is None
 
     def _step(self, state, q_t, k_t, v_t, gates_t, scale, **options) -> Any:
         axes = self._check_inputs(q_t, k_t, v_t, gates_t, "B", "_t")

@@ -20,7 +20,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.selective_scan.forward_sm90 import decays
 from pallas_kernels.selective_scan.layout import CHUNK, WARPGROUP, Plan
-from pallas_kernels.selective_scan.stream_sm90 import PARAMETERS, Refs, each_chunk, stage_scratch
+from pallas_kernels.selective_scan.stream_sm90 import Refs, each_chunk, launch, stage_scratch
 
 LN2 = 0.6931471805599453
 SUMMED = ("dc", "db")  # the groups of channels in whose place they stand
@@ -74,21 +74,7 @@ def backward(
     scratch["past"] = plgpu.SMEM((plan.channels, (CHUNK + 1) * plan.state_dim), jnp.float32)
     scratch |= {name: plgpu.SMEM((CHUNK, plan.channels), outputs[name].dtype) for name in ("dx", "ddt")}
 
-    def body(*refs):
-        given = dict(zip(inputs, refs, strict=False))
-        made = dict(zip(outputs, refs[len(inputs) :], strict=True))
-        pl.run_scoped(lambda s: _recur(given, made, s, plan), scratch)
-
-    results = plgpu.kernel(
-        body,
-        out_type=tuple(outputs.values()),
-        grid=(blocks, batch),
-        grid_names=("d", "b"),
-        interpret=plan.interpret,
-        compiler_params=PARAMETERS,
-        kernel_name="selective_scan_backward",
-    )(*inputs.values())
-    made = dict(zip(outputs, results, strict=True))
+    made = launch(_recur, "selective_scan_backward", inputs, outputs, scratch, plan)
     db, dc = (
         made[name].reshape(blocks, batch, time, plan.state_dim) if name in made else None
         for name in ("db", "dc")

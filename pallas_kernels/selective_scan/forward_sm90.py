@@ -9,7 +9,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.selective_scan.layout import CHUNK, Plan
-from pallas_kernels.selective_scan.stream_sm90 import PARAMETERS, Refs, each_chunk, stage_scratch
+from pallas_kernels.selective_scan.stream_sm90 import Refs, each_chunk, launch, stage_scratch
 
 
 class Results(NamedTuple):
@@ -57,21 +57,7 @@ def forward(
         outputs["states"] = jax.ShapeDtypeStruct((batch, plan.chunks, width, plan.state_dim), jnp.float32)
     inputs = streamed | {"exponents": exponents, "initial_state": initial_state}
 
-    def body(*refs):
-        given = dict(zip(inputs, refs, strict=False))
-        made = dict(zip(outputs, refs[len(inputs) :], strict=True))
-        pl.run_scoped(lambda s: _recur(given, made, s, plan), scratch)
-
-    results = plgpu.kernel(
-        body,
-        out_type=tuple(outputs.values()),
-        grid=(width // plan.channels, batch),
-        grid_names=("d", "b"),
-        interpret=plan.interpret,
-        compiler_params=PARAMETERS,
-        kernel_name="selective_scan_forward",
-    )(*inputs.values())
-    made = dict(zip(outputs, results, strict=True))
+    made = launch(_recur, "selective_scan_forward", inputs, outputs, scratch, plan)
     return Results(made.get("y"), made["final_state"], made.get("states"))
 
 

@@ -22,6 +22,34 @@ PADDED = 4  # times a number stands side by side, as copies are of 128 bytes at 
 STREAMED = (*OF_CHANNELS, *OF_ENTRIES, *OF_TOKENS, "states")  # the last are [B, chunks, D, N]
 
 
+def launch(
+    work: Callable[[Refs, Refs, Refs, Plan], None],
+    name: str,
+    inputs: dict[str, Array],
+    outputs: dict[str, Any],
+    scratch: dict[str, Any],
+    plan: Plan,
+) -> dict[str, Array]:
+    """Run `work(inputs, outputs, scratch, plan)` for every block of channels of every sequence; outputs by name."""
+    batch, _, width = inputs["x"].shape
+
+    def body(*refs):
+        given = dict(zip(inputs, refs, strict=False))
+        made = dict(zip(outputs, refs[len(inputs) :], strict=True))
+        pl.run_scoped(lambda s: work(given, made, s, plan), scratch)
+
+    results = plgpu.kernel(
+        body,
+        out_type=tuple(outputs.values()),
+        grid=(width // plan.channels, batch),
+        grid_names=("d", "b"),
+        interpret=plan.interpret,
+        compiler_params=PARAMETERS,
+        kernel_name=name,
+    )(*inputs.values())
+    return dict(zip(outputs, results, strict=True))
+
+
 def stage_scratch(inputs: dict[str, Any], plan: Plan) -> Refs:
     """Buffers for chunks of those inputs that are streamed, and the barriers that announce them."""
     shapes = dict.fromkeys(OF_CHANNELS, (CHUNK, plan.channels))

@@ -1,21 +1,9 @@
 """Hopper GPUs: a few tokens of the recurrence in the kernel of `pallas_kernels.rank_one.decode`."""
 
-from typing import Any
-
 from jax import Array
 
 from eflax.cells.forms.edits import Coefficients
-from pallas_kernels.device import Unsupported
 from pallas_kernels.rank_one import decode
-
-
-def serves(tokens: int, q: Array | None, k: Array, v: Any, *others: Array | None) -> bool:
-    """Whether the kernel can serve so many tokens here; of q, k and v only the last axis and the dtype count."""
-    try:
-        decode.check(tokens, q, k, v, *others)
-    except Unsupported:
-        return False
-    return True
 
 
 def pallas_decode(

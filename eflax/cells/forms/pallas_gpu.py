@@ -25,7 +25,7 @@ class Context(NamedTuple):
         return cls(interpretation(), float(scale) if isinstance(scale, (int, float)) else None)
 
 
-def refusal(*inputs: Array | None, of: Callable[..., None] = gpu.check) -> str | None:
+def refusal(*inputs: Any, of: Callable[..., None] = gpu.check) -> str | None:
     """Why the kernels whose check is `of` cannot serve these inputs here; None if they can."""
     try:
         of(*inputs)
@@ -34,7 +34,7 @@ def refusal(*inputs: Array | None, of: Callable[..., None] = gpu.check) -> str |
     return None
 
 
-def check(*inputs: Array | None, of: Callable[..., None] = gpu.check) -> None:
+def check(*inputs: Any, of: Callable[..., None] = gpu.check) -> None:
     """Raise UnsupportedForm if the kernels whose check is `of` cannot serve these inputs here."""
     reason = refusal(*inputs, of=of)
     if reason is not None:
