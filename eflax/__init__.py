@@ -10,7 +10,7 @@ __version__ = "0.1.0"
 
 
 def __getattr__(name: str):
-    """Import `cells`, `layers`, `linen` and `models` where they are first used, so that each costs only what it needs."""
+    """Import the subpackages where they are first used, so that each costs only what it needs."""
     if name in ("cells", "layers", "linen", "models"):
         return import_module(f"eflax.{name}")
     raise AttributeError(f"module 'eflax' has no attribute {name!r}")
