@@ -47,6 +47,7 @@ class Trainer:
         checkpoint_every: steps between checkpoints; one is also written at the start, at the end, at a stop.
         log_every: steps between writes to metrics.jsonl, which also are the points where the loss is looked
             at (asking more often would keep an accelerator waiting).
+        record_every: of so many steps only the last leaves a record: long trainings are logged more thinly.
         validate_every: steps between validations, where there are any; the last step has one, too.
         rates: maps steps a second to what is shown and put into metrics.jsonl with the last step of each write, such
             as tokens a second. Steps that had to wait for compilation, validation or a checkpoint do not count.
@@ -59,6 +60,7 @@ class Trainer:
     steps: int
     checkpoint_every: int = 50
     log_every: int = 10
+    record_every: int = 1
     validate_every: int = 100
     rates: Callable[[float], dict[str, float]] | None = None
     loss_limit: float = math.inf
@@ -71,12 +73,13 @@ class Trainer:
         train_step: Step[State],
         batches: grain.DatasetIterator,
         validate: Validate[State] | None = None,
+        finished: Callable[[State], bool] = lambda _: False,
     ) -> State:
         """Train to the last step, from the newest checkpoint of `name` in the folder if there is one.
 
-        Every step leaves a record {"run": name, "step": 1, 2, …, "loss", …, "time"} in the metrics. A
-        continued run sees the same batches and ends with the same parameters as one that was never stopped;
-        records newer than the checkpoint are dropped first, so none is there twice.
+        Every step leaves a record {"run": name, "step": 1, 2, …, "loss", …, "time"} in the metrics, or every
+        ``record_every``-th. A continued run sees the same batches and ends with the same parameters as one that was
+        never stopped; records newer than the checkpoint are dropped first, so none is there twice.
 
         Args:
             name: of this training within the folder.
@@ -85,6 +88,7 @@ class Trainer:
             batches: at its first batch.
             validate: maps (step, state) to the state to go on with, which may keep what it found, and to what
                 becomes records {"run": name, "step": …, …} in the metrics, without a "loss".
+            finished: whether a state needs no further step; asked after validations, which alone may change it.
 
         Raises:
             Interrupted: `stop` was requested; a checkpoint was written.
@@ -102,9 +106,9 @@ class Trainer:
                 state, meta = checkpoints.restore(state)
                 batches.set_state(meta["batches"])
                 self._check_history(name, step)
-            if step < self.steps:
+            if step < self.steps and not finished(state):
                 self.folder.keep(lambda record: record.get("run") != name or record["step"] <= step)
-                state = self._advance(name, step, state, train_step, batches, checkpoints, validate)
+                state = self._advance(name, step, state, train_step, batches, checkpoints, validate, finished)
             return state
         finally:
             checkpoints.close()
@@ -112,7 +116,7 @@ class Trainer:
     def _check_history(self, name: str, step: int) -> None:
         records = [record for record in self.folder.records() if record.get("run") == name]
         logged = [record["step"] for record in records if "loss" in record and record["step"] <= step]
-        if logged != list(range(1, step + 1)):
+        if logged != list(range(self.record_every, step + 1, self.record_every)):
             raise RunFolderError(
                 f"{self.folder.path}: metrics.jsonl has the loss of {len(logged)} steps of {name}, whose "
                 f"checkpoint is of step {step}; {WAY_OUT}"
@@ -127,6 +131,7 @@ class Trainer:
         batches: grain.DatasetIterator,
         checkpoints: Checkpoints,
         validate: Validate[State] | None,
+        finished: Callable[[State], bool],
     ) -> State:
         pending: list[tuple[int, Metrics]] = []
         clock = _Clock(self.rates)
@@ -141,15 +146,20 @@ class Trainer:
                 if save or due or step % self.log_every == 0:
                     records = _to_records(name, pending, self.loss_limit)
                     records[-1] |= (rates := clock.read(len(records)))
-                    self.folder.append(records)
+                    self.folder.append(
+                        record for record in records if record["step"] % self.record_every == 0
+                    )
                     pending.clear()
                     progress.advance(len(records), loss=records[-1]["loss"], **rates)
                 if validate is not None and due:
                     state, found = validate(step, state)
                     self.folder.append({"run": name, "step": step, **record} for record in found)
-                if save:
+                over = due and finished(state)
+                if save or over:
                     _check_params(state.params, step)
                     checkpoints.save(step, state, batches=batches.get_state())
+                if over:
+                    break
                 if stopping:
                     self.stop.check()
                 if save or due:
