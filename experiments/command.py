@@ -26,6 +26,8 @@ from rich.console import Console
 from eflax.training import CheckpointError, Interrupted, RunFolderError, read_config
 from eflax.training.run_folder import CONFIG, WAY_OUT
 
+type Options = tuple[tuple[str, int | float | bool], ...]
+
 NOT_SAVED = ("out", "resume")
 
 
@@ -95,6 +97,28 @@ def parse_flags[Flags: RunFlags](
         saved = replace(saved, resume=flags.resume)
         flags = tyro.cli(kind, args=args, default=saved, prog=f"python -m experiments.{name}")
     return flags
+
+
+def split_options(flag: str, text: str) -> tuple[str, Options]:
+    """Return the name and the options of the value of a flag, such as "deltanet,num_heads=1".
+
+    Raises:
+        FlagError: an option is not OPTION=VALUE, or its value no number and neither true nor false.
+    """
+    name, *options = text.split(",")
+    return name, tuple(_option(flag, text, option) for option in options)
+
+
+def _option(flag: str, text: str, option: str) -> tuple[str, int | float | bool]:
+    name, _, value = option.partition("=")
+    if value in ("true", "false"):
+        return name, value == "true"
+    for kind in (int, float):
+        try:
+            return name, kind(value)
+        except ValueError:
+            continue
+    raise FlagError(f"{flag} {text}: {option!r} must be OPTION=VALUE with a number, true or false")
 
 
 def saved_flags(flags: Any, not_saved: Sequence[str] = NOT_SAVED) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from eflax.layers import LAYERS, no_weight_decay
 from eflax.models import RLT, BlockConfig, LanguageModel, LanguageModelConfig, RLTConfig, named_config
 from eflax.models.rlt import BASE_WIDTH
 from eflax.training import TrainState, adamw, initial_state, make_train_step
-from experiments.command import FlagError
+from experiments.command import FlagError, Options, split_options
 
 LOOPED = ("rlt1", "rlt2", "rlt0", "gpt")
 
@@ -32,7 +32,7 @@ class Arm:
     """One model: its family, options of its layers, and its layers in encoder and decoder."""
 
     family: str
-    options: tuple[tuple[str, int | float | bool], ...]
+    options: Options
     encoder: int
     decoder: int
 
@@ -61,7 +61,7 @@ def parse_model(text: str, split: str) -> Arm:
         FlagError: there is no such model, option value or depth.
     """
     named, _, depth = text.partition(":")
-    family, *options = named.split(",")
+    family, options = split_options("--model", named)
     unknown = [name for name in family.split("+") if name not in LAYERS]
     if family not in LOOPED and unknown:
         raise FlagError(
@@ -78,19 +78,7 @@ def parse_model(text: str, split: str) -> Arm:
     encoder, decoder = int(match[1]), int(match[2] or 0)
     if not family.startswith("rlt"):
         encoder, decoder = encoder + decoder, 0
-    return Arm(family, tuple(_option(text, option) for option in options), encoder, decoder)
-
-
-def _option(text: str, option: str) -> tuple[str, int | float | bool]:
-    name, _, value = option.partition("=")
-    if value in ("true", "false"):
-        return name, value == "true"
-    for kind in (int, float):
-        try:
-            return name, kind(value)
-        except ValueError:
-            continue
-    raise FlagError(f"--model {text}: {option!r} must be OPTION=VALUE with a number, true or false")
+    return Arm(family, options, encoder, decoder)
 
 
 def build_model(arm: Arm, sizes: Sizes, seed: int) -> nnx.Module:
