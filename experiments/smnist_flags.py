@@ -95,7 +95,8 @@ class Flags:
     # delta_rule and gated_delta_rule, raw keys for others.
     normalize_keys: Literal["own", "true", "false"] = "own"
 
-    # Form in which the cell is evaluated: recurrent, associative, parallel, chunkwise or, on a Hopper GPU, pallas_gpu.
+    # Form in which the cell is evaluated: recurrent, associative, parallel, chunkwise, pallas_gpu (on a Hopper GPU) or
+    # pallas_tpu (on a TPU).
     form: Annotated[str | None, arg(metavar="FORM", help_behavior_hint="(default: the fastest)")] = None
 
     # Tokens in a chunk, for the chunkwise form.

@@ -7,10 +7,12 @@ from typing import Any
 
 import jax
 from jax.experimental.pallas import mosaic_gpu as plgpu
+from jax.experimental.pallas import tpu as pltpu
 
 HOPPER = ("H100", "H200", "H800", "H20", "GH200")
 
-_interpretation: ContextVar[Any] = ContextVar("interpretation", default=None)
+# The platform whose kernels are interpreted, and the interpreter's parameters.
+_interpretation: ContextVar[tuple[str, Any] | None] = ContextVar("interpretation", default=None)
 
 
 class Unsupported(ValueError):
@@ -18,22 +20,33 @@ class Unsupported(ValueError):
 
 
 @contextlib.contextmanager
-def interpreted(*, detect_races: bool = False) -> Iterator[None]:
-    """Run GPU kernels in JAX's interpreter, on any machine: slow, exact in what it checks, for tests.
+def interpreted(
+    platform: str = "gpu", *, detect_races: bool = False, seed: int | None = None
+) -> Iterator[None]:
+    """Run kernels for a platform in JAX's interpreter, on any machine: slow, exact in what it checks, for tests.
 
-    On a machine of few cores set the environment variable NPROC to 16 before JAX is imported: a kernel's warpgroups
-    wait for each other, each on a thread of XLA's pool, which has one a core.
+    GPU, on a machine of few cores: set the environment variable NPROC to 16 before JAX is imported. A kernel's
+    warpgroups wait for each other, each on a thread of XLA's pool, which has one a core.
+
+    Args:
+        platform: "gpu" or "tpu".
+        detect_races: print races, and note them where the interpreter keeps its state.
+        seed: TPU: shuffles the order of programs along axes that are said to be parallel.
     """
-    token = _interpretation.set(plgpu.InterpretGPUParams(detect_races=detect_races))
+    params: Any = plgpu.InterpretGPUParams(detect_races=detect_races)
+    if platform == "tpu":
+        params = pltpu.InterpretParams(detect_races=detect_races, random_seed=seed)
+    token = _interpretation.set((platform, params))
     try:
         yield
     finally:
         _interpretation.reset(token)
 
 
-def interpretation() -> Any:
-    """The interpreter's parameters inside `interpreted`, else None."""
-    return _interpretation.get()
+def interpretation(platform: str = "gpu") -> Any:
+    """The interpreter's parameters inside `interpreted` for this platform, else None."""
+    current = _interpretation.get()
+    return current[1] if current is not None and current[0] == platform else None
 
 
 def device_kind() -> str:
@@ -54,3 +67,11 @@ def check_hopper() -> None:
         raise Unsupported(
             f"the kernels need a Hopper GPU (compute capability 9.0), and this is {device_kind()!r}"
         )
+
+
+def check_tpu() -> None:
+    """Raise `Unsupported` unless the kernels can run: on a TPU from v4 on, or interpreted."""
+    kind = device_kind()
+    old = kind.startswith(("TPU v2", "TPU v3"))  # whose compilers refuse products of bfloat16
+    if interpretation("tpu") is None and (old or not kind.startswith("TPU")):
+        raise Unsupported(f"the kernels need a TPU, v4 or later, and this is {kind!r}")

@@ -12,7 +12,7 @@ import regimes
 
 from eflax import cells
 
-KERNEL_FORMS = ("pallas_gpu",)
+KERNEL_FORMS = ("pallas_gpu", "pallas_tpu")
 
 
 def portable_forms(cell):

@@ -79,7 +79,7 @@ def test_a_stop_keeps_the_rows_so_far(tmp_path, monkeypatch, capsys):
     code, (row,) = run(tmp_path, "--shape", "1x9x1x4")
     assert code == 130 and row["form"] == "recurrent"
     printed = capsys.readouterr().out
-    assert f"Rows: 15; results in {tmp_path / 'run'}" in printed and f"config: {tmp_path / 'run'}" in printed
+    assert f"Rows: 18; results in {tmp_path / 'run'}" in printed and f"config: {tmp_path / 'run'}" in printed
 
 
 @pytest.mark.parametrize("name", CELLS)

@@ -27,7 +27,7 @@ coefficients and decay sums are float32, or float64 where any input is (which JA
 - `segment_ids` [B, T]: integers that mark packed documents; the state restarts wherever the id changes, and no output
   or gradient passes a boundary. (Of finite numbers: see below.) `final_state` is the state after the last token.
 - `form`: how to evaluate; all forms agree to rounding. None picks: one by one below 8 tokens, in chunks above,
-  by "pallas_gpu" where it serves (but not for normalised linear_attention, where its gradient of q loses digits).
+  by kernels where they serve (but not for normalised linear_attention, where their gradient of q loses digits).
 
   | form | how | work | memory of the backward pass |
   |---|---|---|---|
@@ -36,11 +36,14 @@ coefficients and decay sums are float32, or float64 where any input is (which JA
   | "parallel" | one masked T × T matrix (a triangular solve with erase) | O(T² (K + V)) | T² |
   | "chunkwise" | parallel inside chunks, one affine map between them | O(T (C + K) (K + V)) | T / C states |
   | "pallas_gpu" | kernels for Hopper GPUs | as chunkwise, C = 64 | T / C states (16-bit), T × C inverses |
+  | "pallas_tpu" | kernels for TPUs from v4 on | as chunkwise, C = 64 | T / C states and T × C inverses, in q's dtype |
 
   "pallas_gpu" needs q, k and v all in bfloat16 or all in float16, keys of at most 128 entries, and float32 states. It
   is differentiable once, in reverse (no jvp). Up to 8 tokens it is one kernel, float32 too, which `step` uses as well
   and which updates a donated state in place: for K a multiple of 32 and V of 16, and some more. selective_ssm's takes
   inputs of any 16- or 32-bit dtype and N ≤ 64, and keeps a state for 16 tokens.
+  "pallas_tpu" needs q, k and v all in bfloat16 or all in float32, keys and values of at most 256 entries, and float32
+  states; it is differentiable once, in reverse.
 - `chunk_size` C of the chunkwise form: changes cost, not results.
 - `q = None` reads nothing out: o is None and only the final state is computed. A last read-out is then
   `cell.read(final_state, q_last)`.

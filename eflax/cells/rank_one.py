@@ -15,13 +15,12 @@ from eflax.cells.forms import (
     Coefficients,
     Edits,
     edit_state,
-    pallas_decode,
-    pallas_gpu,
+    pallas,
     read_state,
     restarts,
 )
+from eflax.cells.forms.pallas import DECODE, EDIT_KERNELS
 from eflax.cells.numerics import matmul_precision, on_device, state_dtype, vary_like
-from pallas_kernels.rank_one import decode
 
 DECAY = "g is a log-decay and must be <= 0, so that e^g is in (0, 1]"
 
@@ -34,7 +33,7 @@ class RankOneCell[State]:
 
     name: str
     gates: tuple[str, ...] = ()
-    forms = (*EDIT_FORMS, pallas_gpu.NAME)
+    forms = (*EDIT_FORMS, *EDIT_KERNELS)
     # (k, *gates, **options) → (erase, write, log-decay) of each token, from arrays in the state's dtype.
     coefficients: Callable[..., Coefficients]
 
@@ -92,7 +91,7 @@ class RankOneCell[State]:
         state = () if initial_state is None else jax.tree.leaves(initial_state)
         form = self._choose_form(form, q, k, v, *gates, *state, **options)
         options = tuple(options.items())
-        kernels = pallas_gpu.Context.of(scale) if form == pallas_gpu.NAME else None
+        kernels = pallas.Context.of(scale) if form in EDIT_KERNELS else None
         return _run(
             self, q, k, v, gates, scale, initial_state, segment_ids, form, chunk_size, options, kernels
         )
@@ -100,30 +99,25 @@ class RankOneCell[State]:
     def _choose_form(self, form, q, k, v, *others, **options):
         """The form that was asked for, or the fastest one that serves."""
         del options
-        if form in (None, pallas_gpu.NAME) and self._decodes(k.shape[1], q, k, v, *others):
-            return pallas_gpu.NAME
-        if form == pallas_gpu.NAME:
-            pallas_gpu.check(q, k, v, *others)
+        inputs = (q, k, v, *others)
+        if form in (None, DECODE.form) and DECODE.refusal(k.shape[1], *inputs) is None:
+            return DECODE.form
+        if form in EDIT_KERNELS:
+            EDIT_KERNELS[form].check(*inputs)
         chosen = checks.choose_form(self.name, form, self.forms, k.shape[1])
-        if form is None and chosen == "chunkwise" and pallas_gpu.refusal(q, k, v, *others) is None:
-            return pallas_gpu.NAME
+        if form is None and chosen == "chunkwise":
+            return pallas.serving(EDIT_KERNELS, *inputs) or chosen
         return chosen
-
-    def _decodes(self, tokens, q, k, v, *others) -> bool:
-        """Whether the kernel for a few tokens serves."""
-        return pallas_gpu.refusal(tokens, q, k, v, *others, of=decode.check) is None
 
     def _step(self, state, q_t, k_t, v_t, gates_t, scale, **options) -> Any:
         axes = self._check_inputs(q_t, k_t, v_t, gates_t, "B", "_t")
         self._check_state(axes, "state", state)
         self._check_options(scale, **options)
         state, q_t, k_t, v_t, gates_t = on_device(state, q_t, k_t, v_t, gates_t)
-        if self._decodes(1, q_t, k_t, v_t, *gates_t, *jax.tree.leaves(state)):
+        if DECODE.refusal(1, q_t, k_t, v_t, *gates_t, *jax.tree.leaves(state)) is None:
             q, k, v, *gates = (x[:, None] for x in (q_t, k_t, v_t, *gates_t))
-            form, kernels = pallas_gpu.NAME, pallas_gpu.Context.of(scale)
-            o, state = _run(
-                self, q, k, v, tuple(gates), scale, state, None, form, 1, tuple(options.items()), kernels
-            )
+            context, options = pallas.Context.of(scale), tuple(options.items())
+            o, state = _run(self, q, k, v, tuple(gates), scale, state, None, DECODE.form, 1, options, context)
             return state, o[:, 0]
         matrix = self._to_matrix(state)
         dtype = state_dtype(q_t, k_t, v_t, *gates_t, matrix)
@@ -168,9 +162,9 @@ def _run(cell, q, k, v, gates, scale, initial_state, segment_ids, form, chunk_si
     restart = None if segment_ids is None else restarts(segment_ids)
     if k.shape[1] == 0:
         return None if q is None else v, cell._from_matrix(matrix)
-    if form == pallas_gpu.NAME:
+    if form in EDIT_KERNELS:
         scale = scale if kernels.scale is None else kernels.scale
-        o, matrix = _run_kernels(cell, q, k, v, gates, scale, restart, matrix, dict(options))
+        o, matrix = _run_kernels(cell, q, k, v, gates, scale, restart, matrix, form, dict(options))
     else:
         edits = _edits(cell, q, k, v, gates, scale, restart, dtype, dict(options))
         precision = matmul_precision(q, k, v)
@@ -179,13 +173,13 @@ def _run(cell, q, k, v, gates, scale, initial_state, segment_ids, form, chunk_si
     return o, cell._from_matrix(matrix)
 
 
-def _run_kernels(cell, q, k, v, gates, scale, restart, matrix, options):
+def _run_kernels(cell, q, k, v, gates, scale, restart, matrix, form, options):
     """The kernels take q, k and v as they are given, and share key heads themselves."""
     wide = _share_heads(k.astype(matrix.dtype), v.shape[2])
     coefficients = cell.coefficients(wide, *(x.astype(matrix.dtype) for x in gates), **options)
-    few = cell._decodes(k.shape[1], q, k, v, *gates, matrix)
-    kernels = pallas_decode.pallas_decode if few else pallas_gpu.pallas_gpu
-    return kernels(q, k, cell._values(v), coefficients, restart, matrix, scale)
+    few = form == DECODE.form and DECODE.refusal(k.shape[1], q, k, v, *gates, matrix) is None
+    kernels = DECODE if few else EDIT_KERNELS[form]
+    return pallas.evaluate(kernels, q, k, cell._values(v), coefficients, restart, matrix, scale)
 
 
 def _edits(cell, q, k, v, gates, scale, restart, dtype, options) -> Edits:

@@ -9,7 +9,7 @@ from jax import Array, lax
 from jaxtyping import Bool, Float
 
 from eflax.cells import affine, checks, shapes
-from eflax.cells.forms import pallas_gpu, restarts
+from eflax.cells.forms import pallas, restarts
 from eflax.cells.numerics import on_device, state_dtype, vary_like
 from pallas_kernels.selective_scan import gpu
 
@@ -37,6 +37,9 @@ class Tokens(NamedTuple):
         return affine.Diagonal(decay, ((self.dt * self.x)[..., None] * self.B[..., None, :])[..., None])
 
 
+KERNELS = {"pallas_gpu": pallas.Kernels("pallas_gpu", gpu.check, gpu.selective_scan)}
+
+
 class SelectiveSSM:
     """h ← e^{dt A} ⊙ h + (dt x) Bᵀ, y = h C: a diagonal recurrence on D channels with N state entries each.
 
@@ -46,7 +49,7 @@ class SelectiveSSM:
 
     name = "selective_ssm"
     arguments = ("x", "dt", "A", "B", "C")
-    forms = ("recurrent", "associative", "chunkwise", pallas_gpu.NAME)
+    forms = ("recurrent", "associative", "chunkwise", *KERNELS)
 
     def __repr__(self) -> str:
         return f"eflax.cells.{self.name}({', '.join(self.arguments)})"
@@ -78,16 +81,16 @@ class SelectiveSSM:
             axes.bind("initial_state", initial_state, "B D N")
         checks.check_count("chunk_size", chunk_size)
         form = self._choose_form(form, x, dt, A, B, C, initial_state)
-        kernels = pallas_gpu.Context.of(1.0) if form == pallas_gpu.NAME else None
+        kernels = pallas.Context.of(1.0) if form in KERNELS else None
         return _run(x, dt, A, B, C, initial_state, segment_ids, form, chunk_size, kernels)
 
     def _choose_form(self, form: str | None, x: Array, *others: Array | None) -> str:
         """The form that was asked for, or the fastest one that serves."""
-        if form == pallas_gpu.NAME:
-            pallas_gpu.check(x, *others, of=gpu.check)
+        if form in KERNELS:
+            KERNELS[form].check(x, *others)
         chosen = checks.choose_form(self.name, form, self.forms, x.shape[1])
-        if form is None and chosen == "chunkwise" and pallas_gpu.refusal(x, *others, of=gpu.check) is None:
-            return pallas_gpu.NAME
+        if form is None and chosen == "chunkwise":
+            return pallas.serving(KERNELS, x, *others) or chosen
         return chosen
 
     def step(
@@ -148,8 +151,8 @@ def _run(x, dt, A, B, C, initial_state, segment_ids, form, chunk_size, kernels):
     if x.shape[1] == 0:
         return None if C is None else x, state
     restart = None if segment_ids is None else restarts(segment_ids)
-    if form == pallas_gpu.NAME:
-        return gpu.selective_scan(x, dt, A, B, C, restart, state)
+    if form in KERNELS:
+        return KERNELS[form].evaluate(x, dt, A, B, C, restart, state)
     x_dtype = x.dtype
     x, dt, A, B, C = jax.tree.map(lambda z: z.astype(dtype), (x, dt, A, B, C))
     tokens = Tokens(x, dt, B, C, restart)
