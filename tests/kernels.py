@@ -74,9 +74,9 @@ def segment_ids(shape):
     return jnp.asarray(np.stack(rows)[: shape.B], jnp.int32)
 
 
-def evaluate(case_name, inputs, weights, ids=None, scale=1.0):
+def evaluate(case_name, inputs, weights, ids=None, scale=1.0, form="pallas_gpu"):
     """Results and gradients by the kernels."""
-    return harness.compiled(case_name, "pallas_gpu", 64, scale)(inputs, weights, ids)
+    return harness.compiled(case_name, form, 64, scale)(inputs, weights, ids)
 
 
 def loss(cell, inputs, weights, ids=None):

@@ -142,7 +142,8 @@ class Backward(Stack):
     def keys(self) -> tuple[Array | None, Array]:
         """dq and dk, rows of the stack in float32; with them go gradients of the gates."""
         plan, gates = self.plan, self.gates
-        gradients = [x for x in (self.dright if plan.erases else None, self.do) if x is not None]
+        gradients = [self.dright.astype(plan.dtype)] if plan.erases else []
+        gradients += [] if self.do is None else [self.do]
         # Gradients of keys and queries that met the entering state.
         outer = [
             plan.product(stack([part(x, i) for x in gradients]), S, NT)

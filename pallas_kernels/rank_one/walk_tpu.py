@@ -64,22 +64,35 @@ def walk(
     Returns:
         The outputs by name.
     """
-    batch = inputs["k"][1].shape[0]
 
     def body(*refs):
         kernel(plan, dict(zip([*inputs, *outputs], refs, strict=False)), refs[-1])
 
-    results = pl.pallas_call(
-        body,
-        grid=(batch, plan.programs, plan.chunks),
-        in_specs=[spec for spec, _ in inputs.values()],
-        out_specs=[spec for spec, _, _ in outputs.values()],
-        out_shape=[jax.ShapeDtypeStruct(shape, dtype) for _, shape, dtype in outputs.values()],
-        scratch_shapes=[pltpu.VMEM((plan.heads, plan.key_dim, plan.value_dim), jnp.float32)],
-        compiler_params=pltpu.CompilerParams(
-            dimension_semantics=("parallel", "parallel", "arbitrary"), vmem_limit_bytes=plan.memory
-        ),
-        interpret=plan.interpret,
-        name=name,
-    )(*(array for _, array in inputs.values()))
-    return dict(zip(outputs, results, strict=True))
+    @jax.custom_batching.custom_vmap
+    def run(*arrays):
+        batch = arrays[0].shape[0]
+        results = pl.pallas_call(
+            body,
+            grid=(batch, plan.programs, plan.chunks),
+            in_specs=[spec for spec, _ in inputs.values()],
+            out_specs=[spec for spec, _, _ in outputs.values()],
+            out_shape=[jax.ShapeDtypeStruct((batch, *shape[1:]), d) for _, shape, d in outputs.values()],
+            scratch_shapes=[pltpu.VMEM((plan.heads, plan.key_dim, plan.value_dim), jnp.float32)],
+            compiler_params=pltpu.CompilerParams(
+                dimension_semantics=("parallel", "parallel", "arbitrary"), vmem_limit_bytes=plan.memory
+            ),
+            interpret=plan.interpret,
+            name=name,
+        )(*arrays)
+        return tuple(results)
+
+    @run.def_vmap
+    def _(size, batched, *arrays):
+        """More sequences."""
+        whole = [
+            x if b else jnp.broadcast_to(x, (size, *x.shape)) for x, b in zip(arrays, batched, strict=True)
+        ]
+        found = run(*(x.reshape(-1, *x.shape[2:]) for x in whole))
+        return tuple(x.reshape(size, -1, *x.shape[1:]) for x in found), (True,) * len(found)
+
+    return dict(zip(outputs, run(*(array for _, array in inputs.values())), strict=True))
