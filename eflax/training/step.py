@@ -30,7 +30,7 @@ def adamw(
     b1: float = 0.9,
     b2: float = 0.999,
     eps: float = 1e-8,
-    weight_decay: float = 0.01,
+    weight_decay: float | Float[Array, ""] = 0.01,
     clip_norm: float = 1.0,
     decayed: Callable[[PyTree], PyTree] | None = None,
 ) -> optax.GradientTransformation:
