@@ -137,11 +137,11 @@ class FuzzyRecall(MadTask):
         answer = np.zeros(sequence.shape, bool)
         half, most = (self.vocab_size - 1) // 2, self.length // 2 + 1  # pairs have two tokens at least
         for start in range(0, size, BLOCK):
-            key_sizes = rng.integers(1 if split == TRAIN else 3, 4, (BLOCK, most))
-            keys = _motifs(rng, half, key_sizes)
-            values = _motifs(rng, self.vocab_size - 1 - half, rng.integers(1, 4, (BLOCK, most)), half)
-            drawn = zip(keys, values, rng.random(BLOCK).tolist(), strict=True)
-            for n, pairs in zip(range(start, min(start + BLOCK, size)), drawn, strict=False):
+            block = min(BLOCK, size - start)
+            keys = _motifs(rng, half, rng.integers(1 if split == TRAIN else 3, 4, (block, most)))
+            values = _motifs(rng, self.vocab_size - 1 - half, rng.integers(1, 4, (block, most)), half)
+            drawn = zip(keys, values, rng.random(block).tolist(), strict=True)
+            for n, pairs in enumerate(drawn, start):
                 tokens, answers = self._sequence(*pairs)
                 sequence[n, -len(tokens) :], answer[n, -len(tokens) :] = tokens, answers
         return _next_tokens(sequence, answer)
