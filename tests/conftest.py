@@ -26,6 +26,13 @@ jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
 
 
+def pytest_collection_finish():
+    """Leave what was imported to itself, and look for garbage less often: tracing makes millions of objects."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(100_000, 50, 100)
+
+
 @pytest.fixture(autouse=True, scope="module")
 def free_compiled_programs():
     """Drop what a module compiled: some thousand programs use up a process's memory maps, and XLA then crashes."""
