@@ -20,21 +20,40 @@ def portable_forms(cell):
     return tuple(form for form in cell.forms if form not in KERNEL_FORMS)
 
 
-def case_forms(names):
-    """Test parameters: every portable form of every named case."""
+def case_forms(names, only=None):
+    """Test parameters: every portable form of every named case, or the ones in `only`."""
     return [
         pytest.param(name, form, id=f"{name}-{form}")
         for name in names
         for form in portable_forms(cells.CELLS[oracle.CASES[name].cell])
+        if only is None or form in only
     ]
 
 
-CASE_FORMS, DEFAULT_FORMS = case_forms(oracle.CASES), case_forms(oracle.DEFAULTS)
+def quick_forms(names):
+    """Test parameters: every named case in the form that is quickest to compile."""
+    return [
+        pytest.param(name, form, id=f"{name}-{form}")
+        for name in names
+        for form in ("parallel" if name != "selective_ssm" else "recurrent",)
+    ]
+
+
 # What a form does depends on the coefficients that are there, not on the cell: nothing, decay, erase and write, all,
 # and the recurrence of another kind. Properties of forms are tested on these, whose coefficients are the quickest to
-# compile; numbers on every cell.
+# compile.
 DISTINCT = ("linear_attention", "ssd", "delta_rule", "gated_delta_rule", "selective_ssm")
 DISTINCT_FORMS = case_forms(DISTINCT)
+# Numbers, in every regime: all forms of the distinct cases, and of the one that writes other than it erases and stands
+# keys of any size; the coefficients of the other cases, which are the same in all forms, in one.
+WHOLE = (*DISTINCT, "gated_efla")
+COVERING = [
+    *case_forms(WHOLE),
+    *case_forms(["efla"], ["chunkwise"]),
+    *quick_forms(name for name in oracle.CASES if name not in WHOLE),
+]
+# What happens before and after the form: a state that is a pair, one with all coefficients, the other recurrence.
+KINDS = ("linear_attention", "gated_delta_rule", "selective_ssm")
 
 
 def fewer_forms(names, whole="gated_delta_rule"):
@@ -42,7 +61,8 @@ def fewer_forms(names, whole="gated_delta_rule"):
     return [p for p in case_forms(names) if p.values[1] == "chunkwise" or p.values[0] == whole]
 
 
-FEWER_FORMS = fewer_forms(DISTINCT)  # for what JAX does to any program
+FEWER_FORMS = fewer_forms(DISTINCT)  # for what hardly depends on the coefficients
+KINDS_FORMS = fewer_forms(KINDS)  # for what JAX does to any program
 
 
 def cell_of(case_name) -> Any:

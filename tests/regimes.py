@@ -26,8 +26,8 @@ class Shape(NamedTuple):
 BASE = Shape()
 TAILS = tuple(Shape(T=T, B=1, HV=2, K=12, V=8) for T in (1, 17))  # one token, one more than a chunk; K > V
 LONG = Shape(
-    T=200, B=8, H=4, HV=8, K=6, V=5, chunk_size=64
-)  # chunks of 64, a ragged tail, many heads and rows
+    T=200, B=5, H=4, HV=8, K=6, V=5, chunk_size=64
+)  # chunks of 64, a ragged tail, more heads and rows than `chunkwise` works on at once
 
 
 class Regime(NamedTuple):

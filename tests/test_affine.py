@@ -171,8 +171,8 @@ def test_associative_scan_equals_one_by_one(kind):
 @given(
     seed=st.integers(0, 2**32 - 1),
     three=st.tuples(*[st.sampled_from(KINDS)] * 3),
-    batch=st.sampled_from([(), (1,), (2, 3)]),
-    sizes=st.tuples(st.integers(1, 5), st.integers(1, 5)),
+    batch=st.sampled_from([(), (2, 3)]),
+    sizes=st.sampled_from([(1, 1), (1, 4), (5, 1), (4, 3)]),
     rank=st.integers(0, 3),
 )
 def test_composition_is_associative(seed, three, batch, sizes, rank):

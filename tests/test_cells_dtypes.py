@@ -35,17 +35,20 @@ def check(case_name, form, dtype_name):
         assert_close(result["gradients"], expected["gradients"], budget.backward, regime)
 
 
-@pytest.mark.parametrize(("case_name", "form"), harness.DEFAULT_FORMS)
+@pytest.mark.parametrize(("case_name", "form"), harness.fewer_forms(oracle.DEFAULTS))
 def test_bfloat16(case_name, form):
     check(case_name, form, "bfloat16")
 
 
-@pytest.mark.parametrize(("case_name", "form"), harness.fewer_forms(oracle.DEFAULTS))
+FLOWS = harness.quick_forms(["efla", "gated_efla"])  # whose coefficients have branches of their own
+
+
+@pytest.mark.parametrize(("case_name", "form"), [*harness.case_forms(harness.KINDS, ["chunkwise"]), *FLOWS])
 def test_float16(case_name, form):
     check(case_name, form, "float16")
 
 
-@pytest.mark.parametrize(("case_name", "form"), harness.fewer_forms(oracle.DEFAULTS))
+@pytest.mark.parametrize(("case_name", "form"), [*harness.KINDS_FORMS, *FLOWS])
 def test_float64(float64, case_name, form):
     check(case_name, form, "float64")
 
@@ -53,7 +56,14 @@ def test_float64(float64, case_name, form):
 MIXED = {"q": "bfloat16", "k": "float32", "v": "float16", "beta": "bfloat16", "g": "float32"}
 
 
-@pytest.mark.parametrize(("case_name", "form"), harness.fewer_forms(RANK_ONE))
+@pytest.mark.parametrize(
+    ("case_name", "form"),
+    [
+        *harness.case_forms(["linear_attention"], ["chunkwise"]),
+        *harness.case_forms(["gated_delta_rule"]),
+        *harness.quick_forms(["gated_efla"]),
+    ],
+)
 def test_mixed_dtypes(case_name, form):
     inputs, weights, _ = harness.problem(case_name)
     inputs |= {name: inputs[name].astype(dtype) for name, dtype in MIXED.items() if name in inputs}
@@ -69,8 +79,9 @@ def test_mixed_dtypes(case_name, form):
         assert result["gradients"][name].dtype == inputs[name].dtype
 
 
-@pytest.mark.parametrize("dtype_name", ["bfloat16", "float16"])
-@pytest.mark.parametrize("case_name", RANK_ONE)
+@pytest.mark.parametrize(
+    ("case_name", "dtype_name"), [*((name, "bfloat16") for name in RANK_ONE), ("gated_efla", "float16")]
+)
 def test_decode_equals_prefill_in_low_precision(case_name, dtype_name):
     """A gate rounded in one path and not in the other shows here; the states are float32 in both."""
     inputs, _, _ = harness.problem(case_name, dtype=jnp.dtype(dtype_name))

@@ -13,22 +13,27 @@ from budgets import BUDGETS, assert_close
 
 mesh = Mesh(np.array(jax.devices()), ("d",))
 assert mesh.size == 2
-for name in ("linear_attention", "ssd", "gated_efla", "selective_ssm"):
+BATCH, HEADS = 0, 2
+for name, form, axes in (
+    ("linear_attention", "recurrent", [HEADS]),
+    ("linear_attention", "chunkwise", [BATCH]),
+    ("gated_efla", "recurrent", [BATCH]),
+    ("gated_efla", "chunkwise", [BATCH, HEADS]),
+    ("selective_ssm", "recurrent", [BATCH]),
+    ("selective_ssm", "chunkwise", [BATCH]),
+):
     inputs, _, ids = harness.problem(name, "packed", regimes.BASE)
     inputs.pop("initial_state")
-    arguments = oracle.CASES[name].arguments
-    for form in ("recurrent", "chunkwise"):
-        def loss(inputs, ids, name=name, form=form):
-            o, state = harness.call(name, inputs, ids, form=form, chunk_size=16)
-            return o, state
-        for axis in (0, 2) if name != "selective_ssm" else (0,):
-            spec = P(*[None] * axis, "d")
-            specs = {n: P() if n == "A" else spec for n in arguments}
-            id_spec = P("d") if axis == 0 else P()
-            state_spec = spec if axis == 0 else P(None, "d")
-            sharded = jax.jit(jax.shard_map(loss, mesh=mesh, in_specs=(specs, id_spec), out_specs=(spec, state_spec)))
-            expected = oracle.as_float64(jax.jit(loss)(inputs, ids))
-            assert_close(sharded(inputs, ids), expected, BUDGETS["float32"].forward, f"{name} {form} {axis}")
+    def run(inputs, ids, name=name, form=form):
+        return harness.call(name, inputs, ids, form=form, chunk_size=16)
+    expected = oracle.as_float64(jax.jit(run)(inputs, ids))
+    for axis in axes:
+        spec = P(*[None] * axis, "d")
+        specs = {n: P() if n == "A" else spec for n in oracle.CASES[name].arguments}
+        id_spec = P("d") if axis == BATCH else P()
+        state_spec = spec if axis == BATCH else P(None, "d")
+        sharded = jax.jit(jax.shard_map(run, mesh=mesh, in_specs=(specs, id_spec), out_specs=(spec, state_spec)))
+        assert_close(sharded(inputs, ids), expected, BUDGETS["float32"].forward, f"{name} {form} {axis}")
 print("equal")
 """
 
