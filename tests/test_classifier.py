@@ -128,7 +128,7 @@ def test_gradients_are_finite_and_reach_the_first_pixel(cell):
     assert all(bool(jnp.any(g != 0)) for g in jax.tree.leaves(dmodel))
 
 
-@every_cell
+@pytest.mark.parametrize("cell", ["ssd", "gated_delta_rule", "gated_efla", "selective_ssm"])
 def test_the_first_of_784_pixels_counts_at_the_start(cell):
     """A decay starts slow: no gate forgets the sequence before training has begun."""
     model, x = make(cell, length=784), pixels(2, 784)
