@@ -14,6 +14,7 @@ os.environ["XLA_FLAGS"] = "--xla_backend_optimization_level=0 " + os.environ.get
 import jax
 import jaxtyping
 import pytest
+from processes import compiled_programs
 
 # Must stand before the first import of the packages: every annotated function is checked from here on.
 jaxtyping.install_import_hook(["eflax", "experiments"], "beartype.beartype")
@@ -39,6 +40,21 @@ def free_compiled_programs():
     yield
     jax.clear_caches()
     gc.collect()
+
+
+@pytest.fixture(scope="module")
+def compiled_once():
+    """Let the runs of a module share what they compile, with each other and with the processes that they start."""
+    options = {
+        "jax_compilation_cache_dir": compiled_programs(),
+        "jax_persistent_cache_min_compile_time_secs": 0.0,
+    }
+    before = {name: getattr(jax.config, name) for name in options}
+    for name, value in options.items():
+        jax.config.update(name, value)
+    yield
+    for name, value in before.items():
+        jax.config.update(name, value)
 
 
 @pytest.fixture

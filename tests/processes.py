@@ -53,6 +53,6 @@ def end_when(process: subprocess.Popen[str], reached: Callable[[], bool], signal
     while not reached():
         assert process.poll() is None, f"ended too early: {process.communicate()[0]}"
         assert time.monotonic() < deadline, "did not come that far"
-        time.sleep(0.001)
+        time.sleep(0.005)
     process.send_signal(signal)
     return finish(process)

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from matplotlib.colors import to_rgb
-from processes import end_when, finish, launch
+from processes import end_when, launch
 from rich.console import Console
 
 from eflax.cells import CELLS
@@ -270,7 +270,7 @@ def dataset(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def small(dataset):
+def small(compiled_once, dataset):
     """Flags of a run that is over in seconds: two batches make an epoch, the second of them partial.
 
     The recurrent form compiles fastest.
@@ -291,7 +291,6 @@ def records(out: Path) -> list[dict]:
     return [{key: value for key, value in line.items() if key != "time"} for line in lines]
 
 
-@pytest.mark.newest_jax
 def test_a_run_leaves_its_files(whole_run):
     logged = records(whole_run)
     for run in ("delta_rule-lr0.003-seed43", "efla-lr0.003-seed43"):
@@ -335,22 +334,28 @@ def test_evaluation_is_repeatable(whole_run):
         log.write_text(before)
 
 
-def test_kill_in_training_and_stop_in_evaluation(whole_run, small, tmp_path):
+def test_kill_in_training_and_stop_in_evaluation(whole_run, small, tmp_path, monkeypatch, capsys):
     """Killed in the first training and stopped in its evaluation: the same end as an undisturbed run, bit by bit."""
     out = tmp_path / "run"
-    command = ["-m", "experiments.smnist"]
+    log, append = out / "metrics.jsonl", RunFolder.append
 
-    def logged(text: str, count: int) -> bool:
-        log = out / "metrics.jsonl"
-        return log.exists() and log.read_text().count(text) >= count
+    def logged(text: str) -> int:
+        return log.read_text().count(text) if log.exists() else 0
 
-    end_when(launch(*command, *small, "--out", str(out)), lambda: logged('"loss"', 2), signal.SIGKILL)
-    resume = [*command, "--resume", str(out)]
-    code, output = end_when(launch(*resume), lambda: logged('"family": "noise"', 3), signal.SIGTERM)
-    assert code == 128 + signal.SIGTERM
-    assert f"continue with: python -m experiments.smnist --resume {out}" in output
-    code, output = finish(launch(*resume))
-    assert code == 0, output
+    started = launch("-m", "experiments.smnist", *small, "--out", str(out))
+    end_when(started, lambda: logged('"loss"') >= 2, signal.SIGKILL)
+
+    def append_and_stop(folder, records):
+        append(folder, records)
+        if logged('"family": "noise"') == 3:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(RunFolder, "append", append_and_stop)
+        assert smnist.main(["--resume", str(out)]) == 128 + signal.SIGTERM
+    assert f"continue with: python -m experiments.smnist --resume {out}" in capsys.readouterr().out
+    assert logged('"family"') < POINTS
+    assert smnist.main(["--resume", str(out)]) == 0
     assert records(out) == records(whole_run)
     for name in ("robustness.csv", "summary.csv"):
         assert (out / name).read_bytes() == (whole_run / name).read_bytes()
@@ -376,7 +381,7 @@ def test_other_data_under_the_same_name_is_noticed(small, dataset, whole_run, ca
 
 def test_divergence_of_one_cell_is_told_and_the_other_goes_on(small, tmp_path, capsys):
     out = tmp_path / "run"
-    flags = [*small, "--eval-limit", "2", "--lr", "efla=1e-3", "delta_rule=1e30"]
+    flags = [*small, "--lr", "efla=1e-3", "delta_rule=1e30"]
     assert smnist.main([*flags, "--out", str(out)]) == 1
     captured = capsys.readouterr()
     assert "error: delta_rule-lr1e+30-seed43 diverged at step" in captured.err

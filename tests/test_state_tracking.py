@@ -204,18 +204,6 @@ def test_rows_are_of_the_newest_checkpoint():
 
 
 @pytest.fixture(scope="module")
-def compiled_once(tmp_path_factory):
-    """Let the runs of this module share what they compile."""
-    names = ("jax_compilation_cache_dir", "jax_persistent_cache_min_compile_time_secs")
-    before = {name: getattr(jax.config, name) for name in names}
-    for name, value in zip(names, (str(tmp_path_factory.mktemp("compiled")), 0.0), strict=True):
-        jax.config.update(name, value)
-    yield
-    for name, value in before.items():
-        jax.config.update(name, value)
-
-
-@pytest.fixture(scope="module")
 def whole_run(compiled_once, tmp_path_factory):
     out = tmp_path_factory.mktemp("state") / "run"
     assert state_tracking.main([*SMALL, *SHORT, *FEW, "--out", str(out)]) == 0
