@@ -24,7 +24,7 @@ from rich.table import Table
 from eflax.data.algorithmic import TEST, TRAIN, VALIDATION
 from eflax.data.mad import Batch, MadTask, shuffled_rows, steps_per_epoch
 from eflax.training import TRAINING, Checkpoints, RunFolder, StopRequest, Trainer, read_config
-from experiments import command
+from experiments import command, mad_join
 from experiments.command import FlagError, run_command
 from experiments.mad_flags import Flags, Plan, make_plan, resolve
 from experiments.mad_models import MadModel, Mixer
@@ -52,6 +52,9 @@ RECORDS = TRAINING | {
 
 def main(args: Sequence[str] | None = None) -> int:
     """Run the experiment; `args` are the command-line flags. Returns the exit code."""
+    args = list(sys.argv[1:] if args is None else args)
+    if args[:1] == ["join"]:
+        return mad_join.main(args[1:], read_flags, RECORDS)
     return run_command(EXPERIMENT, lambda: parse_flags(args), run)
 
 

@@ -50,7 +50,8 @@ class Flags:
     --protocol or a preset, the benchmark: two pairs of layer and SwiGLU of width 128, 200 epochs, six combinations of
     learning rate and weight decay, of which the best counts; all of them and all seeds are trained as one program.
     Tables, figures, metrics and checkpoints are written below --out. Ctrl-C saves; --resume continues, also with other
-    --tasks and --layers, so that a long run can be done in pieces.
+    --tasks and --layers, so that a long run can be done in pieces; `join --help` tells how to put together runs that
+    were done side by side.
     """
 
     tasks: Annotated[

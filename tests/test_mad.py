@@ -362,7 +362,13 @@ def test_a_run_leaves_its_files(whole_run):
     assert (whole_run / "scores.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_a_resumed_run_ends_as_one_that_was_not_stopped(whole_run, tmp_path, capsys):
+@pytest.fixture
+def no_report(monkeypatch):
+    """Leave out tables and figures, which take longer than the runs."""
+    monkeypatch.setattr(mad, "write_report", lambda *_: None)
+
+
+def test_a_resumed_run_ends_as_one_that_was_not_stopped(whole_run, no_report, tmp_path, capsys):
     out = tmp_path / "run"
     shutil.copytree(whole_run, out)
     shutil.rmtree(out / "checkpoints" / RUN / "4")
@@ -379,7 +385,9 @@ def test_a_resumed_run_ends_as_one_that_was_not_stopped(whole_run, tmp_path, cap
     assert "another 'epochs': the run began with 2, and now it is 3" in capsys.readouterr().err
 
 
-def test_a_resumed_run_may_go_on_with_other_layers_and_ends_when_all_are_good(whole_run, tmp_path, capsys):
+def test_a_resumed_run_may_go_on_with_other_layers_and_ends_when_all_are_good(
+    whole_run, no_report, tmp_path, capsys
+):
     out = tmp_path / "run"
     shutil.copytree(whole_run, out)
     began = (out / "config.json").read_text()
@@ -396,6 +404,24 @@ def test_a_resumed_run_may_go_on_with_other_layers_and_ends_when_all_are_good(wh
     assert mad.main(["--resume", str(over)]) == 0
     assert len(records(over)) == 2 + 1 + 4
     capsys.readouterr()
+    assert mad.main(["join", "--runs", str(whole_run), str(over)]) == 2
+    assert "its settings differ" in capsys.readouterr().err
+    assert mad.main(["join", "--runs", str(whole_run), str(out)]) == 2
+    assert f"another run has {RUN}, too" in capsys.readouterr().err
+
+
+def test_runs_are_joined(whole_run, tmp_path):
+    other = tmp_path / "other"
+    shutil.copytree(whole_run, other)
+    layers = ["linear-attention", "linear-attention,num_heads=1"]
+    for name in ("config.json", "metrics.jsonl"):
+        (other / name).write_text((other / name).read_text().replace(layers[0], layers[1]))
+    joined = tmp_path / "joined"
+    assert mad.main(["join", "--runs", str(whole_run), str(other), "--out", str(joined)]) == 0
+    assert records(joined) == records(whole_run) + records(other)
+    with (joined / "scores.csv").open() as stream:
+        assert [row["layer"] for row in csv.DictReader(stream)] == layers
+    assert mad.read_flags(joined).layers == tuple(layers)
 
 
 def test_long_trainings_leave_fewer_records(tmp_path):
