@@ -9,6 +9,7 @@ from typing import Any, SupportsIndex
 
 import grain
 import numpy as np
+from jaxtyping import Int
 
 from eflax.data.batches import Batch
 from eflax.data.idx import DataError
@@ -122,3 +123,34 @@ def text_batches(
 
     steps = grain.MapDataset.range(STEPS).map(gather)
     return iter(steps.to_iter_dataset(grain.ReadOptions(num_threads=2, prefetch_buffer_size=4)))
+
+
+def segment_ids_from_cu_seqlens(cu_seqlens: Int[np.ndarray, "..."], length: int) -> Int[np.ndarray, "1 T"]:
+    """Return the `segment_ids` [1, T] int32 of sequences packed end to end, from their cumulative lengths.
+
+    Args:
+        cu_seqlens: offsets of N sequences in the packed one, [N + 1], from 0 to the end of the last, as kernels for
+            variable lengths take them, flash-linear-attention's among them. A sequence may be empty.
+        length: T, tokens of the packed sequence; those behind the last offset are padding and get an id of their own.
+
+    Raises:
+        ValueError: the offsets do not start with 0, decrease, or exceed the length.
+        TypeError: they are not integers.
+    """
+    offsets = np.asarray(cu_seqlens)
+    if offsets.dtype.kind not in "iu":
+        raise TypeError(f"cu_seqlens has dtype {offsets.dtype}; it holds offsets, which are integers")
+    if offsets.ndim != 1 or offsets.size < 2 or offsets[0] != 0:
+        raise ValueError(
+            f"cu_seqlens={offsets.tolist()}: it needs the shape [N + 1] and starts with 0, as [0, 5, 12] for sequences "
+            "of 5 and 7 tokens"
+        )
+    lengths = np.diff(offsets.astype(np.int64))
+    if lengths.min() < 0:
+        raise ValueError(f"cu_seqlens={offsets.tolist()} decreases; it holds cumulative lengths, not lengths")
+    if offsets[-1] > length:
+        raise ValueError(
+            f"cu_seqlens ends at {offsets[-1]}, behind length={length}, the tokens that there are"
+        )
+    lengths = np.append(lengths, length - int(offsets[-1]))
+    return np.repeat(np.arange(lengths.size, dtype=np.int32), lengths)[None]
