@@ -79,24 +79,27 @@ def start(build: Callable[[Array], MadModel], members: Sequence[Member], update:
     """Return the grid before the first step; `build` maps a seed to a model, and must bear a traced one."""
     first = update(jnp.float32(0), jnp.float32(0))
     seeds = list(dict.fromkeys(member.seed for member in members))
-    of_seeds = jax.jit(jax.vmap(lambda seed: initial_state(build(seed), first)))(
-        jnp.asarray(seeds, jnp.uint32)
-    )
     places = np.asarray([seeds.index(member.seed) for member in members])
-    train = jax.tree.map(lambda leaf: leaf[places], of_seeds)
-    count = len(members)
-    return Grid(
-        lr=jnp.asarray([member.lr for member in members], jnp.float32),
-        weight_decay=jnp.asarray([member.weight_decay for member in members], jnp.float32),
-        train=train,
-        best=jax.tree.map(jnp.copy, train.params),
-        perplexity=jnp.full(count, jnp.inf, jnp.float32),
-        accuracy=jnp.zeros(count, jnp.float32),
-        best_step=jnp.zeros(count, jnp.int32),
-        step=jnp.zeros(count, jnp.int32),
-        diverged=jnp.zeros(count, jnp.int32),
-        over=jnp.zeros(count, bool),
-    )
+
+    @jax.jit
+    def make(seeds: Array, lr: Array, weight_decay: Array) -> Grid:
+        of_seeds = jax.vmap(lambda seed: initial_state(build(seed), first))(seeds)
+        train, zeros = jax.tree.map(lambda leaf: leaf[places], of_seeds), jnp.zeros(len(members), jnp.int32)
+        return Grid(
+            lr=lr,
+            weight_decay=weight_decay,
+            train=train,
+            best=jax.tree.map(jnp.copy, train.params),
+            perplexity=jnp.full(len(members), jnp.inf, jnp.float32),
+            accuracy=jnp.zeros(len(members), jnp.float32),
+            best_step=zeros,
+            step=jnp.copy(zeros),  # buffers of their own, as the step gives all of them away
+            diverged=jnp.copy(zeros),
+            over=jnp.zeros(len(members), bool),
+        )
+
+    lrs, decays = (np.asarray([x[n] for x in members], np.float32) for n in range(2))
+    return make(jnp.asarray(seeds, jnp.uint32), jnp.asarray(lrs), jnp.asarray(decays))
 
 
 def make_step(
