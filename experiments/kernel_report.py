@@ -10,16 +10,15 @@ os.environ.setdefault(
     "JAX_PLATFORMS", "cpu"
 )  # before JAX is imported; the compiler's target is only described
 
-import csv
 import dataclasses
 import re
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -27,8 +26,8 @@ import tyro
 from jax.experimental import topologies
 from jax.sharding import SingleDeviceSharding
 from rich.console import Console
-from rich.table import Table
 
+from experiments import kernel_table
 from experiments.kernel_launches import decode_launches, scan_launches
 from pallas_kernels.rank_one.backward_chunks_sm90 import backward_chunks
 from pallas_kernels.rank_one.backward_states_sm90 import backward_states
@@ -103,16 +102,12 @@ def main() -> int:
     for row in report(SingleDeviceSharding(device)):
         rows.append(row)
         print(*asdict(row).values(), flush=True)
-    Console(width=132).print(render(rows))
+    Console(width=132).print(kernel_table.render(rows))
     if check:
-        problems = compare(rows, read(TABLE))
+        problems = kernel_table.compare(rows, kernel_table.read(TABLE, Row), "spill_stores")
         print("\n".join(problems) or f"{len(rows)} kernels, none spills more than in {TABLE.name}")
         return int(bool(problems))
-    TABLE.parent.mkdir(parents=True, exist_ok=True)
-    with TABLE.open("w", newline="") as stream:
-        writer = csv.DictWriter(stream, [field.name for field in fields(Row)], lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(asdict(row) for row in rows)
+    kernel_table.write(TABLE, rows)
     return 0
 
 
@@ -207,37 +202,6 @@ def _only(folder: str, pattern: str) -> str:
 def _number(pattern: str, text: str) -> int:
     (found,) = set(re.findall(pattern, text))
     return int(found)
-
-
-def compare(rows: list[Row], table: list[Row]) -> list[str]:
-    """One line for each kernel that spills more than in the table, or that is not in it, or only in it."""
-    known, lines = {row.key: row for row in table}, []
-    for row in rows:
-        before = known.pop(row.key, None)
-        if before is None:
-            lines.append(f"{row.key} is not in the table")
-        elif row.spill_stores > before.spill_stores:
-            lines.append(f"{row.key} spills {row.spill_stores} bytes; in the table {before.spill_stores}")
-    return lines + [f"{key} is in the table only" for key in known]
-
-
-def read(path: Path) -> list[Row]:
-    """The rows of a table that was written."""
-
-    def parsed(line: dict[str, str]) -> Row:
-        values: dict[str, Any] = {name: kind(line[name]) for name, kind in get_type_hints(Row).items()}
-        return Row(**values)
-
-    with path.open() as stream:
-        return [parsed(line) for line in csv.DictReader(stream)]
-
-
-def render(rows: list[Row]) -> Table:
-    """The table, for the terminal."""
-    table = Table(*(field.name for field in fields(Row)))
-    for row in rows:
-        table.add_row(*map(str, asdict(row).values()))
-    return table
 
 
 if __name__ == "__main__":

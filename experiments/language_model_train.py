@@ -69,7 +69,8 @@ def run(flags: Flags, out: Path, console: Console) -> int:
         stop.check()
         with RunFolder(out, training.run_config(), flags.resume is not None, RECORDS) as folder:
             console.print(f"Metrics and checkpoints: {out}")
-            return training.train(folder, stop)
+            with jax.set_mesh(training.mesh):  # kernels are cut as it says
+                return training.train(folder, stop)
 
 
 class Training:

@@ -6,8 +6,9 @@ import sys
 from pathlib import Path
 
 SCRIPT = """
-import jax, numpy as np
-from jax.sharding import Mesh, PartitionSpec as P
+import jax, jax.numpy as jnp, numpy as np
+from jax.sharding import AxisType, Mesh, PartitionSpec as P
+from eflax.cells.forms import EDIT_FORMS, Coefficients, Edits, pallas
 import harness, oracle, regimes
 from budgets import BUDGETS, assert_close
 
@@ -34,6 +35,30 @@ for name, form, axes in (
         state_spec = spec if axis == BATCH else P(None, "d")
         sharded = jax.jit(jax.shard_map(run, mesh=mesh, in_specs=(specs, id_spec), out_specs=(spec, state_spec)))
         assert_close(sharded(inputs, ids), expected, BUDGETS["float32"].forward, f"{name} {form} {axis}")
+
+# Kernels are cut by the mesh of the context. Here a form stands for one, and tells the shapes that it sees.
+seen = []
+def chunkwise(q, k, v, erase, write, log_decay, restart, state, scale):
+    seen.append((k.shape, v.shape, state.shape))
+    share = lambda x: jnp.repeat(x, v.shape[2] // k.shape[2], 2)
+    edits = Edits(share(q * scale), share(k), v, erase, write, log_decay, restart)
+    return EDIT_FORMS["chunkwise"](edits, state, chunk_size=16, precision="highest")
+kernels = pallas.Kernels("here", lambda *x: None, chunkwise)
+draw = lambda *shape: jnp.asarray(np.random.default_rng(len(shape)).normal(size=shape), jnp.float32) / 3
+q, k, v, w, state = draw(4, 20, 2, 8), draw(4, 20, 2, 8), draw(4, 20, 4, 8), draw(4, 20, 4), draw(4, 4, 8, 8)
+def loss(q, k, v, w, state):
+    found = pallas.evaluate(kernels, q, k, v, Coefficients(w, w, None), None, state, 0.5)
+    return sum(jnp.sum(x * x) for x in found)
+gradient = jax.value_and_grad(loss, range(5))
+expected = jax.jit(gradient)(q, k, v, w, state)
+for axes in (("data", "tensor"), ("tensor", "data")):
+    auto = (AxisType.Auto,) * 2
+    with jax.set_mesh(jax.make_mesh((2, 1), axes, auto)):
+        found = jax.jit(gradient)(q, k, v, w, state)
+    batch, heads = (2, 1) if axes[0] == "data" else (1, 2)
+    b, h, hv = 4 // batch, 2 // heads, 4 // heads
+    assert seen[-1] == ((b, 20, h, 8), (b, 20, hv, 8), (b, hv, 8, 8))
+    assert_close(found, expected, BUDGETS["float32"].backward)
 print("equal")
 """
 

@@ -23,7 +23,7 @@ from regimes import Shape
 from eflax import cells
 from pallas_kernels import device
 from pallas_kernels.rank_one import walk_tpu
-from pallas_kernels.rank_one.tpu import choose_heads
+from pallas_kernels.rank_one.tiles_tpu import choose_heads
 
 FORM = "pallas_tpu"
 

@@ -17,7 +17,7 @@ from jax.experimental import pallas as pl
 
 from pallas_kernels.rank_one.layout import CHUNK, Gates
 from pallas_kernels.rank_one.tiles_tpu import LANES, NT, TN, Plan, Stack, pack, part, spread, stack
-from pallas_kernels.rank_one.walk_tpu import Blocks, GateGradients, walk
+from pallas_kernels.rank_one.walk_tpu import GateGradients, Task, walk
 
 
 class Gradients(NamedTuple):
@@ -43,33 +43,26 @@ def backward(
     plan: Plan,
 ) -> Gradients:
     """Gradients of all inputs, from those of the outputs `do` and of the final state, [B, HV, K, V] float32."""
-    blocks = Blocks(plan, backward=True)
-    inputs = {
-        "q": (blocks.keys, q),
-        "k": (blocks.keys, k),
-        "v": (blocks.values, v),
-        "do": (blocks.values, do),
-        "rows": (blocks.values, rows),
-        "gates": (blocks.gates, gates),
-        "inverse": (blocks.inverse, inverse),
-        "states": (blocks.states, states),
-        "leaving": (blocks.state, dstate),
+    given = {
+        "q": ("keys", q),
+        "k": ("keys", k),
+        "v": ("values", v),
+        "do": ("values", do),
+        "rows": ("values", rows),
+        "gates": ("gates", gates),
+        "inverse": ("inverse", inverse),
+        "states": ("states", states),
+        "leaving": ("state", dstate),
     }
-    inputs = {name: value for name, value in inputs.items() if value[1] is not None}
-    batch, time, _ = k.shape
+    inputs = tuple((name, kind) for name, (kind, x) in given.items() if x is not None)
     shared = plan.programs * plan.keys > plan.key_heads
-    keys = (batch, time, plan.programs * plan.keys * plan.key_dim), jnp.float32 if shared else k.dtype
-    outputs = {
-        "k": (blocks.key_gradients, *keys),
-        "v": (blocks.values, v.shape, v.dtype),
-        "gates": (blocks.gate_gradients, (*gates.shape[:3], len(GateGradients), CHUNK), jnp.float32),
-        "initial_state": (blocks.state, dstate.shape, jnp.float32),
-    }
+    outputs = [("dk", "key_gradients", jnp.float32 if shared else plan.dtype), ("dv", "values", plan.dtype)]
+    outputs += [("dgates", "gate_gradients", jnp.float32), ("dinitial_state", "state", jnp.float32)]
     if plan.reads:
-        outputs["q"] = (blocks.key_gradients, *keys)
-    renamed = {f"d{name}": value for name, value in outputs.items()}
-    found = walk(_kernel, plan, "rank_one_backward_tpu", inputs, renamed)
-    return Gradients(**{name: found[f"d{name}"] for name in outputs})
+        outputs.append(("dq", *outputs[0][1:]))
+    task = Task(_kernel, plan, "rank_one_backward_tpu", inputs, tuple(outputs), backward=True)
+    found = walk(task, {name: x for name, (_, x) in given.items()})
+    return Gradients(**{name[1:]: x for name, x in found.items()})
 
 
 def _kernel(plan: Plan, refs: dict[str, Any], dstate: Any) -> None:

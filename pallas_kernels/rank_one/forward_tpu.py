@@ -9,7 +9,7 @@ from jax.experimental import pallas as pl
 from pallas_kernels.rank_one.inverse_tpu import inverses
 from pallas_kernels.rank_one.layout import CHUNK, Gates
 from pallas_kernels.rank_one.tiles_tpu import NT, TN, Plan, Stack, pack, part, spread, stack
-from pallas_kernels.rank_one.walk_tpu import Blocks, walk
+from pallas_kernels.rank_one.walk_tpu import Task, walk
 
 
 class Results(NamedTuple):
@@ -42,21 +42,18 @@ def forward(
         plan: of the call.
         residuals: also return what the backward pass needs.
     """
-    blocks = Blocks(plan)
-    inputs: dict[str, Any] = {"k": (blocks.keys, k), "v": (blocks.values, v)}
-    inputs |= {"gates": (blocks.gates, gates), "entering": (blocks.state, state)}
-    outputs = {"final_state": (blocks.state, state.shape, jnp.float32)}
+    inputs = {"k": "keys", "v": "values", "gates": "gates", "entering": "state"}
+    outputs = [("final_state", "state", jnp.float32)]
     if plan.reads:
-        inputs["q"] = (blocks.keys, q)
-        outputs["o"] = (blocks.values, v.shape, v.dtype)
+        inputs["q"] = "keys"
+        outputs.append(("o", "values", plan.dtype))
     if residuals:
-        states = (k.shape[0], plan.chunks, *state.shape[1:])
-        outputs["states"] = (blocks.states, states, plan.dtype)
-        outputs["rows"] = (blocks.values, v.shape, plan.dtype)
+        outputs += [("states", "states", plan.dtype), ("rows", "values", plan.dtype)]
         if plan.erases:
-            inverses = (k.shape[0], plan.chunks, CHUNK, plan.value_heads * CHUNK)
-            outputs["inverse"] = (blocks.inverse, inverses, plan.dtype)
-    return Results(**walk(_kernel, plan, "rank_one_forward_tpu", inputs, outputs))
+            outputs.append(("inverse", "inverse", plan.dtype))
+    task = Task(_kernel, plan, "rank_one_forward_tpu", tuple(inputs.items()), tuple(outputs))
+    arrays = {"q": q, "k": k, "v": v, "gates": gates, "entering": state}
+    return Results(**walk(task, arrays))
 
 
 def _kernel(plan: Plan, refs: dict[str, Any], state: Any) -> None:

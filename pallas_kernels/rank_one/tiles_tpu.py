@@ -21,6 +21,7 @@ from pallas_kernels.rank_one.layout import CHUNK, Gates
 
 LANES = 128  # of a vector register
 STACK = 2  # heads of a stack: 128 rows
+MOST_HEADS = 8  # of one program
 # Contract the columns of the first factor with the rows of the second; columns with columns; rows with rows.
 NN, NT, TN = (((1,), (0,)), ((), ())), (((1,), (1,)), ((), ())), (((0,), (0,)), ((), ()))
 
@@ -91,6 +92,23 @@ class Plan:
             precision=lax.Precision.HIGHEST if exact else None,
             preferred_element_type=jnp.float32,
         )
+
+
+def choose_heads(key_heads: int, value_heads: int, key_dim: int, value_dim: int) -> int:
+    """Value heads of one program: as many as fill the matrix units, of those whose blocks are whole vectors."""
+    group = value_heads // key_heads
+    allowed = []
+    for heads in range(1, value_heads + 1):
+        keys = max(1, heads // group)
+        whole = (
+            (heads == value_heads or heads * value_dim % LANES == heads * CHUNK % LANES == 0)
+            and (keys == key_heads or keys * key_dim % LANES == 0)
+            and (heads % group == 0 or group % heads == 0)
+        )
+        if value_heads % heads == 0 and whole:
+            allowed.append(heads)
+    most = max(1, MOST_HEADS * LANES // max(key_dim, value_dim, LANES))
+    return max([heads for heads in allowed if heads <= most], default=allowed[0])
 
 
 def stack(parts: Sequence[Array]) -> Array:

@@ -17,13 +17,12 @@ from pallas_kernels.rank_one.backward_tpu import backward
 from pallas_kernels.rank_one.forward_tpu import forward
 from pallas_kernels.rank_one.gates import decay_sums, gate_rows, unchunked
 from pallas_kernels.rank_one.layout import CHUNK
-from pallas_kernels.rank_one.tiles_tpu import LANES, Plan
+from pallas_kernels.rank_one.tiles_tpu import Plan, choose_heads
 from pallas_kernels.rank_one.walk_tpu import GateGradients
 
 DTYPES = (jnp.bfloat16, jnp.float32)
 LARGEST = 256  # entries of a key or value
 UNIT = 64  # entries that keys and values are padded to
-MOST_HEADS = 8  # of one program
 # Names for policies of jax.checkpoint.
 RESIDUALS = tuple(f"rank_one_{name}" for name in ("gates", "inverse", "states", "rows"))
 
@@ -137,23 +136,6 @@ def make_plan(
         scale=scale,
         interpret=interpretation("tpu") or False,
     )
-
-
-def choose_heads(key_heads: int, value_heads: int, key_dim: int, value_dim: int) -> int:
-    """Value heads of one program: as many as fill the matrix units, of those whose blocks are whole vectors."""
-    group = value_heads // key_heads
-    allowed = []
-    for heads in range(1, value_heads + 1):
-        keys = max(1, heads // group)
-        whole = (
-            (heads == value_heads or heads * value_dim % LANES == heads * CHUNK % LANES == 0)
-            and (keys == key_heads or keys * key_dim % LANES == 0)
-            and (heads % group == 0 or group % heads == 0)
-        )
-        if value_heads % heads == 0 and whole:
-            allowed.append(heads)
-    most = max(1, MOST_HEADS * LANES // max(key_dim, value_dim, LANES))
-    return max([heads for heads in allowed if heads <= most], default=allowed[0])
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))

@@ -2,7 +2,7 @@
 
 import enum
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -22,69 +22,32 @@ class GateGradients(enum.IntEnum):
     SUM = 2  # of the log-decays summed from the chunk's start
 
 
-class Blocks:
-    """Which block of each kind of array a program sees at a step; `backward` walks the chunks from the last."""
+class Kind(NamedTuple):
+    """A kind of array: what follows its batch axis, and what a program sees of it at a step."""
 
-    def __init__(self, plan: Plan, *, backward: bool = False):
-        sharing = plan.programs * plan.keys // plan.key_heads  # programs that see the same key heads
-        state = (plan.heads, plan.key_dim, plan.value_dim)
-
-        def chunk(n):
-            return plan.chunks - 1 - n if backward else n
-
-        def tokens(width, of=lambda h: h):
-            return pl.BlockSpec((None, CHUNK, width), lambda b, h, n: (b, chunk(n), of(h)))
-
-        def gates(rows):
-            return pl.BlockSpec((None, plan.heads, None, rows, CHUNK), lambda b, h, n: (b, h, chunk(n), 0, 0))
-
-        self.keys = tokens(plan.keys * plan.key_dim, lambda h: lax.div(h, sharing))
-        self.key_gradients = tokens(plan.keys * plan.key_dim)
-        self.values = tokens(plan.heads * plan.value_dim)
-        self.gates, self.gate_gradients = gates(plan.gate_rows), gates(len(GateGradients))
-        self.state = pl.BlockSpec((None, *state), lambda b, h, n: (b, h, 0, 0))
-        self.states = pl.BlockSpec((None, None, *state), lambda b, h, n: (b, chunk(n), h, 0, 0))
-        self.inverse = pl.BlockSpec(
-            (None, None, CHUNK, plan.heads * CHUNK), lambda b, h, n: (b, chunk(n), 0, h)
-        )
+    shape: tuple[int, ...]
+    block: pl.BlockSpec
 
 
-def walk(
-    kernel: Callable[..., None], plan: Plan, name: str, inputs: dict[str, Any], outputs: dict[str, Any]
-) -> dict[str, Array]:
-    """Run a kernel over the chunks of all heads of all sequences.
+class Task(NamedTuple):
+    """A kernel and the kinds of its arrays; all static."""
 
-    Args:
-        kernel: called with the plan, the blocks by name, and float32 memory [heads, K, V] that chunks pass on.
-        plan: of the call.
-        name: of the kernel.
-        inputs: by name, the block specification and the array.
-        outputs: by name, the block specification, the shape and the dtype.
+    kernel: Callable[
+        ..., None
+    ]  # called with the plan, blocks by name, float32 memory [heads, K, V] that stays
+    plan: Plan
+    name: str
+    inputs: tuple[tuple[str, str], ...]  # name and kind
+    outputs: tuple[tuple[str, str, Any], ...]  # name, kind and dtype
+    backward: bool = False  # chunks from the last to the first
 
-    Returns:
-        The outputs by name.
-    """
 
-    def body(*refs):
-        kernel(plan, dict(zip([*inputs, *outputs], refs, strict=False)), refs[-1])
+def walk(task: Task, arrays: dict[str, Array]) -> dict[str, Array]:
+    """Run a kernel over the chunks of all heads of all sequences."""
 
     @jax.custom_batching.custom_vmap
     def run(*arrays):
-        batch = arrays[0].shape[0]
-        results = pl.pallas_call(
-            body,
-            grid=(batch, plan.programs, plan.chunks),
-            in_specs=[spec for spec, _ in inputs.values()],
-            out_specs=[spec for spec, _, _ in outputs.values()],
-            out_shape=[jax.ShapeDtypeStruct((batch, *shape[1:]), d) for _, shape, d in outputs.values()],
-            scratch_shapes=[pltpu.VMEM((plan.heads, plan.key_dim, plan.value_dim), jnp.float32)],
-            compiler_params=pltpu.CompilerParams(
-                dimension_semantics=("parallel", "parallel", "arbitrary"), vmem_limit_bytes=plan.memory
-            ),
-            interpret=plan.interpret,
-            name=name,
-        )(*arrays)
-        return tuple(results)
+        return _launch(task, *arrays)
 
     @run.def_vmap
     def _(size, batched, *arrays):
@@ -95,4 +58,60 @@ def walk(
         found = run(*(x.reshape(-1, *x.shape[2:]) for x in whole))
         return tuple(x.reshape(size, -1, *x.shape[1:]) for x in found), (True,) * len(found)
 
-    return dict(zip(outputs, run(*(array for _, array in inputs.values())), strict=True))
+    found = run(*(arrays[name] for name, _ in task.inputs))
+    return dict(zip((name for name, _, _ in task.outputs), found, strict=True))
+
+
+def kinds(plan: Plan, backward: bool) -> dict[str, Kind]:
+    """All kinds of arrays of a call."""
+    sharing = plan.programs * plan.keys // plan.key_heads  # programs that see the same key heads
+    state = (plan.key_dim, plan.value_dim)
+    time = plan.chunks * CHUNK
+
+    def chunk(n):
+        return plan.chunks - 1 - n if backward else n
+
+    def tokens(heads, mine, width, of=lambda h: h):
+        block = pl.BlockSpec((None, CHUNK, mine * width), lambda b, h, n: (b, chunk(n), of(h)))
+        return Kind((time, heads * width), block)
+
+    def gates(rows):
+        block = pl.BlockSpec((None, plan.heads, None, rows, CHUNK), lambda b, h, n: (b, h, chunk(n), 0, 0))
+        return Kind((plan.value_heads, plan.chunks, rows, CHUNK), block)
+
+    carried = pl.BlockSpec((None, plan.heads, *state), lambda b, h, n: (b, h, 0, 0))
+    kept = pl.BlockSpec((None, None, plan.heads, *state), lambda b, h, n: (b, chunk(n), h, 0, 0))
+    inverse = pl.BlockSpec((None, None, CHUNK, plan.heads * CHUNK), lambda b, h, n: (b, chunk(n), 0, h))
+    return {
+        "keys": tokens(plan.key_heads, plan.keys, plan.key_dim, lambda h: lax.div(h, sharing)),
+        "key_gradients": tokens(plan.programs * plan.keys, plan.keys, plan.key_dim),
+        "values": tokens(plan.value_heads, plan.heads, plan.value_dim),
+        "gates": gates(plan.gate_rows),
+        "gate_gradients": gates(len(GateGradients)),
+        "state": Kind((plan.value_heads, *state), carried),
+        "states": Kind((plan.chunks, plan.value_heads, *state), kept),
+        "inverse": Kind((plan.chunks, CHUNK, plan.value_heads * CHUNK), inverse),
+    }
+
+
+def _launch(task: Task, *arrays: Array) -> tuple[Array, ...]:
+    plan, known, batch = task.plan, kinds(task.plan, task.backward), arrays[0].shape[0]
+    names = [name for name, *_ in (*task.inputs, *task.outputs)]
+
+    def body(*refs):
+        task.kernel(plan, dict(zip(names, refs, strict=False)), refs[-1])
+
+    results = pl.pallas_call(
+        body,
+        grid=(batch, plan.programs, plan.chunks),
+        in_specs=[known[kind].block for _, kind in task.inputs],
+        out_specs=[known[kind].block for _, kind, _ in task.outputs],
+        out_shape=[jax.ShapeDtypeStruct((batch, *known[kind].shape), d) for _, kind, d in task.outputs],
+        scratch_shapes=[pltpu.VMEM((plan.heads, plan.key_dim, plan.value_dim), jnp.float32)],
+        compiler_params=pltpu.CompilerParams(
+            dimension_semantics=("parallel", "parallel", "arbitrary"), vmem_limit_bytes=plan.memory
+        ),
+        interpret=plan.interpret,
+        name=task.name,
+    )(*arrays)
+    return tuple(results)

@@ -1,14 +1,21 @@
 """Accelerators: kernels of `pallas_kernels` as forms, forward and backward."""
 
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import jax
 from jax import Array
+from jax.sharding import AxisType, PartitionSpec
 
 from eflax.cells.checks import UnsupportedForm
 from eflax.cells.forms.edits import Coefficients
 from pallas_kernels.device import Unsupported, interpretation
 from pallas_kernels.rank_one import decode, gpu, tpu
+
+
+# Axes of a mesh, by what they cut, as in eflax.training.sharding.
+BATCH_AXES, HEAD_AXES = ("data", "fsdp"), ("tensor",)
 
 
 class Context(NamedTuple):
@@ -71,8 +78,33 @@ def evaluate(
     initial_state: Array,
     scale: float | Array,
 ) -> tuple[Array | None, Array]:
-    """Like the other forms, but of q, k and v as they are given: in their dtypes, key heads not repeated."""
+    """Like the other forms, but of q, k and v as they are given: in their dtypes, key heads not repeated.
+
+    Under `jax.set_mesh` with axes named data, fsdp and tensor, each device works on its sequences and heads. (XLA
+    cannot cut kernels by itself: without a mesh in the context it gathers what is sharded.)
+    """
     if not isinstance(scale, float):
         q = None if q is None else (q.astype(initial_state.dtype) * scale).astype(q.dtype)
         scale = 1.0
-    return kernels.evaluate(q, k, v, *coefficients, restart, initial_state, scale=scale)
+    batch = _dividing(BATCH_AXES, k.shape[0])
+    heads = _dividing(HEAD_AXES, k.shape[2])
+
+    def run(q, k, v, coefficients, restart, state):
+        return kernels.evaluate(q, k, v, *coefficients, restart, state, scale=scale)
+
+    if not batch and not heads:
+        return run(q, k, v, coefficients, restart, initial_state)
+    tokens, state = PartitionSpec(batch, None, heads), PartitionSpec(batch, heads)
+    specs = (tokens, tokens, tokens, tokens, PartitionSpec(batch), state)
+    return jax.shard_map(run, in_specs=specs, out_specs=(tokens, state), check_vma=False)(
+        q, k, v, coefficients, restart, initial_state
+    )
+
+
+def _dividing(axes: tuple[str, ...], size: int) -> tuple[str, ...]:
+    """Those of the axes that the mesh of the context has, if together they divide `size`; else none."""
+    mesh = jax.sharding.get_abstract_mesh()
+    sizes = dict(zip(mesh.axis_names, mesh.axis_sizes, strict=True))
+    kinds = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
+    found = tuple(axis for axis in axes if kinds.get(axis) == AxisType.Auto and sizes[axis] > 1)
+    return found if size % math.prod(sizes[axis] for axis in found) == 0 else ()
