@@ -15,7 +15,7 @@ from flax import linen as nn
 
 from eflax import cells
 
-NAMES, NUMBERS, ENTRIES, STEPS, BATCH = 6, 10, 10, 250, 64
+NAMES, NUMBERS, ENTRIES, STEPS, BATCH = 6, 10, 10, 200, 32
 
 
 class PhoneBook(nn.Module):

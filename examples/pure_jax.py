@@ -10,9 +10,10 @@ import jax.numpy as jnp
 from eflax import cells
 from eflax.data import load_images
 
-WIDTH, STEPS, BATCH, RATE = 24, 200, 128, 0.3
+WIDTH, STEPS, BATCH, RATE = 24, 150, 64, 0.3
 
 
+@jax.jit
 def init(key):
     """Draw the parameters: an embedding of rows and their places, maps to k, v and β, and one to ten logits."""
     sizes = {"rows": (28, WIDTH), "places": (28, WIDTH), "k": (WIDTH, WIDTH), "v": (WIDTH, WIDTH)}
@@ -24,6 +25,7 @@ def init(key):
     }
 
 
+@jax.jit
 def logits(params, images):
     """Map images [B, 28, 28] with pixels from 0 to 1 to logits [B, 10]."""
     x = jnp.tanh(images @ params["rows"] + 5 * params["places"])
