@@ -13,7 +13,6 @@ from eflax.cells.forms.edits import Coefficients
 from pallas_kernels.device import Unsupported, interpretation
 from pallas_kernels.rank_one import decode, gpu, tpu
 
-
 # Axes of a mesh, by what they cut, as in eflax.training.sharding.
 BATCH_AXES, HEAD_AXES = ("data", "fsdp"), ("tensor",)
 
