@@ -51,8 +51,7 @@ coefficients and decay sums are float32, or float64 where any input is (which JA
 **NaN and infinity** are never hidden: a token that holds one, or overflows, passes it on to the outputs after it. All
 forms but `recurrent` also carry it past the end of its document, as zero times NaN is NaN; and those that mask a matrix
 of tokens carry it to *earlier* outputs: `chunkwise` to those of its chunk, `parallel` to all of its sequence.
-(`selective_ssm` has no such matrix.) `pallas_tpu` works on the heads of a chunk in pairs, and carries it to the other of
-its pair.
+(`selective_ssm` has no such matrix.) `pallas_tpu` works on heads in pairs, and carries it to the other head of its pair.
 
 **Errors.** ValueError or TypeError naming the argument, before anything runs: ranks, sizes, head counts, dtypes,
 g > 0 (where its values are known: not under jit), an unknown variant. `UnsupportedForm`, a ValueError, where a form
