@@ -52,7 +52,11 @@ TABLE = [
     Case("gated_efla-log_rate", "mixed_magnitudes", "float32", (65, 1, 1, 1, 64, 64)),
     Case("gated_delta_rule", "reset_tokens", "float32", (70, 1, 1, 1, 80, 60)),
     Case("ssd", "strong_decay_everywhere", "bfloat16", (130, 1, 1, 4, 128, 128), packed=True),
-    Case("linear_attention-unnormalized", "random", "float32", (1, 2, 1, 1, 64, 63)),
+    Case("linear_attention-unnormalized", "random", "float32", (9, 2, 1, 1, 64, 63)),
+    Case(
+        "gated_efla", "random", "bfloat16", (3, 2, 1, 2, 64, 32), packed=True, scale=0.5
+    ),  # decode, from here on
+    Case("efla", "random", "float32", (8, 1, 2, 2, 60, 128)),
 ]
 
 
@@ -153,6 +157,16 @@ def test_vmap_is_a_loop():
             single = harness.call(SMALL.cell, {name: x[i] for name, x in both.items()}, form=FORM)
             np.testing.assert_allclose(outputs[i], single[0], rtol=1e-5, atol=1e-6)
             np.testing.assert_allclose(state[i], single[1], rtol=1e-5, atol=1e-6)
+
+
+def test_a_step_is_one_kernel_that_takes_the_memory_of_a_donated_state():
+    inputs, _ = kernels.problem("gated_efla", shape=Shape(T=1, B=2, H=2, HV=4, K=128, V=128))
+    token = [inputs[name][:, 0] for name in ("q", "k", "v", "beta", "g")]
+    step = jax.jit(harness.cell_of("gated_efla").step, donate_argnums=0)
+    with tpu():
+        text = step.trace(inputs["initial_state"], *token).lower(lowering_platforms=("tpu",)).as_text()
+    assert text.count("rank_one_decode_tpu") == 1 and "tf.aliasing_output" in text
+    assert "output_operand_alias" in text
 
 
 @pytest.mark.parametrize("kind", ["TPU v5 lite", "TPU v6 lite", "TPU7x"])

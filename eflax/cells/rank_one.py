@@ -19,7 +19,7 @@ from eflax.cells.forms import (
     read_state,
     restarts,
 )
-from eflax.cells.forms.pallas import DECODE, EDIT_KERNELS
+from eflax.cells.forms.pallas import DECODE_KERNELS, EDIT_KERNELS
 from eflax.cells.numerics import matmul_precision, on_device, state_dtype, vary_like
 
 DECAY = "g is a log-decay and must be <= 0, so that e^g is in (0, 1]"
@@ -100,8 +100,10 @@ class RankOneCell[State]:
         """The form that was asked for, or the fastest one that serves."""
         del options
         inputs = (q, k, v, *others)
-        if form in (None, DECODE.form) and DECODE.refusal(k.shape[1], *inputs) is None:
-            return DECODE.form
+        decode = {name: found for name, found in DECODE_KERNELS.items() if form in (None, name)}
+        few = pallas.serving(decode, k.shape[1], *inputs)
+        if few is not None:
+            return few
         if form in EDIT_KERNELS:
             EDIT_KERNELS[form].check(*inputs)
         chosen = checks.choose_form(self.name, form, self.forms, k.shape[1])
@@ -114,10 +116,11 @@ class RankOneCell[State]:
         self._check_state(axes, "state", state)
         self._check_options(scale, **options)
         state, q_t, k_t, v_t, gates_t = on_device(state, q_t, k_t, v_t, gates_t)
-        if DECODE.refusal(1, q_t, k_t, v_t, *gates_t, *jax.tree.leaves(state)) is None:
+        form = pallas.serving(DECODE_KERNELS, 1, q_t, k_t, v_t, *gates_t, *jax.tree.leaves(state))
+        if form is not None:
             q, k, v, *gates = (x[:, None] for x in (q_t, k_t, v_t, *gates_t))
             context, options = pallas.Context.of(scale), tuple(options.items())
-            o, state = _run(self, q, k, v, tuple(gates), scale, state, None, DECODE.form, 1, options, context)
+            o, state = _run(self, q, k, v, tuple(gates), scale, state, None, form, 1, options, context)
             return state, o[:, 0]
         matrix = self._to_matrix(state)
         dtype = state_dtype(q_t, k_t, v_t, *gates_t, matrix)
@@ -177,8 +180,8 @@ def _run_kernels(cell, q, k, v, gates, scale, restart, matrix, form, options):
     """The kernels take q, k and v as they are given, and share key heads themselves."""
     wide = _share_heads(k.astype(matrix.dtype), v.shape[2])
     coefficients = cell.coefficients(wide, *(x.astype(matrix.dtype) for x in gates), **options)
-    few = form == DECODE.form and DECODE.refusal(k.shape[1], q, k, v, *gates, matrix) is None
-    kernels = DECODE if few else EDIT_KERNELS[form]
+    few = DECODE_KERNELS[form].refusal(k.shape[1], q, k, v, *gates, matrix) is None
+    kernels = (DECODE_KERNELS if few else EDIT_KERNELS)[form]
     return pallas.evaluate(kernels, q, k, cell._values(v), coefficients, restart, matrix, scale)
 
 

@@ -1,4 +1,4 @@
-"""A few tokens of the recurrence on a Hopper GPU, in one launch: arguments and gradients."""
+"""A few tokens of the recurrence on a Hopper GPU or a TPU, in one launch: arguments and gradients."""
 
 from functools import partial
 from typing import Any
@@ -8,16 +8,16 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jaxtyping import Bool, Float
 
-from pallas_kernels.device import Unsupported, check_hopper, interpretation
-from pallas_kernels.rank_one.decode_sm90 import choose_tile, decode
+from pallas_kernels.device import Unsupported, check_hopper, check_tpu, interpretation
+from pallas_kernels.rank_one import decode_sm90, decode_tpu
 
 LONGEST = 8  # tokens, above which the kernels that work in chunks take less time
-DTYPES = (jnp.bfloat16, jnp.float16, jnp.float32)
+DTYPES = {"gpu": (jnp.bfloat16, jnp.float16, jnp.float32), "tpu": (jnp.bfloat16, jnp.float32)}
 
 
-def check(tokens: int, q: Any, k: Any, v: Any, *others: Any) -> None:
+def check(tokens: int, q: Any, k: Any, v: Any, *others: Any, platform: str = "gpu") -> None:
     """Raise `Unsupported` if the kernel cannot serve so many tokens here; q, k and v may be of one, without T."""
-    check_hopper()
+    {"gpu": check_hopper, "tpu": check_tpu}[platform]()
     if jax.typeof(k).mat.varying:
         raise Unsupported("inside jax.shard_map the kernels need check_vma=False")
     if q is None:
@@ -25,14 +25,19 @@ def check(tokens: int, q: Any, k: Any, v: Any, *others: Any) -> None:
     if not 0 < tokens <= LONGEST:
         raise Unsupported(f"there are {tokens} tokens; the decode kernel takes 1 to {LONGEST}")
     for name, x in (("q", q), ("k", k), ("v", v)):
-        if x.dtype not in DTYPES:
-            raise Unsupported(f"{name} is {x.dtype}; the decode kernel reads bfloat16, float16 and float32")
+        if x.dtype not in DTYPES[platform]:
+            names = ", ".join(jnp.dtype(dtype).name for dtype in DTYPES[platform])
+            raise Unsupported(f"{name} is {x.dtype}; the decode kernel reads {names}")
     if any(x is not None and x.dtype == jnp.float64 for x in others):
         raise Unsupported("a gate or the state is float64; the kernels keep the state in float32")
-    if 0 in (*k.shape, *v.shape) or choose_tile(k.shape[-1], v.shape[-1]) is None:
-        raise Unsupported(
-            f"the decode kernel has no tile for states of {k.shape[-1]} × {v.shape[-1]} entries"
-        )
+    rows, columns = k.shape[-1], v.shape[-1]
+    fits = (
+        decode_sm90.choose_tile(rows, columns)
+        if platform == "gpu"
+        else decode_tpu.choose_heads(1, rows, columns)
+    )
+    if 0 in (*k.shape, *v.shape) or not fits:
+        raise Unsupported(f"the decode kernel has no tile for states of {rows} × {columns} entries")
 
 
 def decode_tokens(
@@ -46,6 +51,7 @@ def decode_tokens(
     state: Float[Array, "B HV K V"],
     *,
     scale: float = 1.0,
+    platform: str = "gpu",
 ) -> tuple[Float[Array, "B T HV V"], Float[Array, "B HV K V"]]:
     """Evaluate the recurrence of `rank_one` for 1 to 8 tokens; differentiable once.
 
@@ -53,26 +59,26 @@ def decode_tokens(
     is not used afterwards, as under `jax.jit(..., donate_argnums=...)`, the new state takes its memory.
 
     Raises:
-        Unsupported: not a Hopper GPU, or dtypes and sizes that the kernel does not have.
+        Unsupported: not this platform ("gpu", Hopper, or "tpu"), or dtypes and sizes that its kernel does not have.
     """
-    check(k.shape[1], q, k, v, erase, write, log_decay, state)
+    check(k.shape[1], q, k, v, erase, write, log_decay, state, platform=platform)
     if restart is not None:
         decay = jnp.zeros(v.shape[:3], jnp.float32) if log_decay is None else log_decay
         log_decay = jnp.where(restart[..., None], -jnp.inf, decay)
-    return _evaluate(scale, interpretation(), q, k, v, erase, write, log_decay, state)
+    return _evaluate(platform, scale, interpretation(platform), q, k, v, erase, write, log_decay, state)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _evaluate(scale, interpret, *arrays):
-    return _kernel(scale, interpret)(*arrays)
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
+def _evaluate(platform, scale, interpret, *arrays):
+    return _kernel(platform, scale, interpret)(*arrays)
 
 
-def _evaluate_forward(scale, interpret, *arrays):
-    return _kernel(scale, interpret)(*arrays), arrays
+def _evaluate_forward(platform, scale, interpret, *arrays):
+    return _kernel(platform, scale, interpret)(*arrays), arrays
 
 
-def _evaluate_backward(scale, interpret, arrays, cotangents):
-    del interpret
+def _evaluate_backward(platform, scale, interpret, arrays, cotangents):
+    del platform, interpret
     _, transpose = jax.vjp(partial(_written_out, scale), *arrays)
     return transpose(cotangents)
 
@@ -80,15 +86,18 @@ def _evaluate_backward(scale, interpret, arrays, cotangents):
 _evaluate.defvjp(_evaluate_forward, _evaluate_backward)
 
 
-def _kernel(scale: float, interpret: Any) -> Any:
+def _kernel(platform: str, scale: float, interpret: Any) -> Any:
     """The kernel, which under vmap takes the new axis for more of the batch."""
 
     @jax.custom_batching.custom_vmap
     def run(*arrays):
         *inputs, state = arrays
-        tile = choose_tile(*state.shape[2:])
+        if platform == "tpu":
+            state, o = decode_tpu.decode(state, *inputs, scale=scale, interpret=interpret)
+            return o, state
+        tile = decode_sm90.choose_tile(*state.shape[2:])
         assert tile is not None
-        state, o = decode(state, *inputs, tile=tile, scale=scale, interpret=interpret)
+        state, o = decode_sm90.decode(state, *inputs, tile=tile, scale=scale, interpret=interpret)
         return o, state
 
     @run.def_vmap

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -59,7 +60,14 @@ EDIT_KERNELS = {
         Kernels("pallas_tpu", tpu.check, tpu.rank_one),
     )
 }
-DECODE = Kernels("pallas_gpu", decode.check, decode.decode_tokens)  # a few tokens
+DECODE_KERNELS = {  # a few tokens; their checks take the number of tokens first
+    f"pallas_{platform}": Kernels(
+        f"pallas_{platform}",
+        partial(decode.check, platform=platform),
+        partial(decode.decode_tokens, platform=platform),
+    )
+    for platform in ("gpu", "tpu")
+}
 
 
 def serving(kernels: dict[str, Kernels], *inputs: Any) -> str | None:
