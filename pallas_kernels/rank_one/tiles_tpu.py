@@ -22,6 +22,7 @@ from pallas_kernels.rank_one.layout import CHUNK, Gates
 LANES = 128  # of a vector register
 STACK = 2  # heads of a stack: 128 rows
 MOST_HEADS = 8  # of one program
+UNASKED = 16 * 2**20  # bytes of fast memory
 # Contract the columns of the first factor with the rows of the second; columns with columns; rows with rows.
 NN, NT, TN = (((1,), (0,)), ((), ())), (((1,), (1,)), ((), ())), (((0,), (0,)), ((), ()))
 
@@ -43,7 +44,6 @@ class Plan:
     dtype: Any  # of q, k and v: bfloat16 or float32
     scale: float = 1.0  # of the queries
     interpret: Any = False
-    memory: int | None = None  # bytes of fast memory that a kernel may use; None is the compiler's limit
 
     @property
     def programs(self) -> int:
@@ -63,6 +63,15 @@ class Plan:
     def stacks(self) -> list[range]:
         """The heads of a program, by stack."""
         return [range(h, min(h + STACK, self.heads)) for h in range(0, self.heads, STACK)]
+
+    @property
+    def memory(self) -> int | None:
+        """Bytes of fast memory to ask for, where kernels need more than compilers give unasked; else None."""
+        size, state = jnp.dtype(self.dtype).itemsize, self.key_dim * self.value_dim
+        # The state that is passed on, in float32; twice, as they stream by: states of both ends, the chunk's, and rows.
+        streamed = 4 * 2 * state + size * (state + 4 * CHUNK * (self.key_dim + self.value_dim))
+        need = 2 * self.heads * (4 * state + 2 * streamed)  # as much again for what is computed
+        return need if need > UNASKED else None
 
     @property
     def gate_rows(self) -> int:
