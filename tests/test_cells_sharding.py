@@ -38,12 +38,12 @@ for name, form, axes in (
 
 # Kernels are cut by the mesh of the context. Here a form stands for one, and tells the shapes that it sees.
 seen = []
-def chunkwise(q, k, v, erase, write, log_decay, restart, state, scale):
+def kernel(q, k, v, erase, write, log_decay, restart, state, scale):
     seen.append((k.shape, v.shape, state.shape))
     share = lambda x: jnp.repeat(x, v.shape[2] // k.shape[2], 2)
     edits = Edits(share(q * scale), share(k), v, erase, write, log_decay, restart)
-    return EDIT_FORMS["chunkwise"](edits, state, chunk_size=16, precision="highest")
-kernels = pallas.Kernels("here", lambda *x: None, chunkwise)
+    return EDIT_FORMS["recurrent"](edits, state, chunk_size=16, precision="highest")
+kernels = pallas.Kernels("here", lambda *x: None, kernel)
 draw = lambda *shape: jnp.asarray(np.random.default_rng(len(shape)).normal(size=shape), jnp.float32) / 3
 q, k, v, w, state = draw(4, 20, 2, 8), draw(4, 20, 2, 8), draw(4, 20, 4, 8), draw(4, 20, 4), draw(4, 4, 8, 8)
 def loss(q, k, v, w, state):

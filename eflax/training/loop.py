@@ -47,12 +47,12 @@ class Trainer:
         checkpoint_every: steps between checkpoints; one is also written at the start, at the end, at a stop.
         log_every: steps between writes to metrics.jsonl, which also are the points where the loss is looked
             at (asking more often would keep an accelerator waiting).
-        record_every: of so many steps only the last leaves a record: long trainings are logged more thinly.
         validate_every: steps between validations, where there are any; the last step has one, too.
         rates: maps steps a second to what is shown and put into metrics.jsonl with the last step of each write, such
             as tokens a second. Steps that had to wait for compilation, validation or a checkpoint do not count.
         loss_limit: a larger loss counts as divergence.
         asynchronous: go on while a checkpoint is being written.
+        record_every: of so many steps only the last leaves a record: long trainings are logged more thinly.
     """
 
     folder: RunFolder
@@ -60,11 +60,11 @@ class Trainer:
     steps: int
     checkpoint_every: int = 50
     log_every: int = 10
-    record_every: int = 1
     validate_every: int = 100
     rates: Callable[[float], dict[str, float]] | None = None
     loss_limit: float = math.inf
     asynchronous: bool = False
+    record_every: int = 1
 
     def train[State: Trained](
         self,
