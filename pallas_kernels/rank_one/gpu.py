@@ -17,6 +17,7 @@ from pallas_kernels.rank_one.backward_chunks_sm90 import Parts, backward_chunks
 from pallas_kernels.rank_one.backward_states_sm90 import backward_states
 from pallas_kernels.rank_one.forward_sm90 import forward
 from pallas_kernels.rank_one.gates import decay_sums, gate_rows, unchunked
+from pallas_kernels.rank_one.inputs import check_inputs
 from pallas_kernels.rank_one.layout import CHUNK, COLUMNS, MULTIPROCESSORS, Plan
 from pallas_kernels.rank_one.segments import (
     choose_segments,
@@ -36,23 +37,9 @@ RESIDUALS = tuple(f"rank_one_{name}" for name in ("gates", "inverse", "passage",
 def check(q: Array | None, k: Array, v: Array, *others: Array | None) -> None:
     """Raise `Unsupported` if the kernels cannot serve here; the message says why."""
     check_hopper()
-    if jax.typeof(k).mat.varying:
-        raise Unsupported("inside jax.shard_map the kernels need check_vma=False")
-    for name, x in (("q", q), ("v", v)):
-        if x is not None and x.dtype != k.dtype:
-            raise Unsupported(
-                f"{name} is {x.dtype} and k {k.dtype}; the kernels need one dtype for q, k and v"
-            )
-    if k.dtype not in DTYPES:
-        raise Unsupported(f"q, k and v are {k.dtype}; the kernels multiply bfloat16 or float16")
-    if any(x is not None and x.dtype == jnp.float64 for x in others):
-        raise Unsupported("a gate or the state is float64; the kernels keep the state in float32")
+    check_inputs(q, k, v, others, DTYPES)
     if not 0 < k.shape[3] <= LARGEST_KEY:
         raise Unsupported(f"keys have {k.shape[3]} entries; the kernels hold 1 to {LARGEST_KEY}")
-    if 0 in (v.shape[0], *v.shape[2:]):
-        raise Unsupported(
-            f"v has shape {v.shape}; the kernels need one entry at least on every axis but time"
-        )
 
 
 def rank_one(

@@ -16,6 +16,7 @@ from pallas_kernels.device import Unsupported, check_tpu, interpretation
 from pallas_kernels.rank_one.backward_tpu import backward
 from pallas_kernels.rank_one.forward_tpu import forward
 from pallas_kernels.rank_one.gates import decay_sums, gate_rows, unchunked
+from pallas_kernels.rank_one.inputs import check_inputs
 from pallas_kernels.rank_one.layout import CHUNK
 from pallas_kernels.rank_one.tiles_tpu import Plan, choose_heads
 from pallas_kernels.rank_one.walk_tpu import GateGradients
@@ -30,24 +31,10 @@ RESIDUALS = tuple(f"rank_one_{name}" for name in ("gates", "inverse", "states", 
 def check(q: Array | None, k: Array, v: Array, *others: Array | None) -> None:
     """Raise `Unsupported` if the kernels cannot serve here; the message says why."""
     check_tpu()
-    if jax.typeof(k).mat.varying:
-        raise Unsupported("inside jax.shard_map the kernels need check_vma=False")
-    for name, x in (("q", q), ("v", v)):
-        if x is not None and x.dtype != k.dtype:
-            raise Unsupported(
-                f"{name} is {x.dtype} and k {k.dtype}; the kernels need one dtype for q, k and v"
-            )
-    if k.dtype not in DTYPES:
-        raise Unsupported(f"q, k and v are {k.dtype}; the kernels multiply bfloat16 or float32")
-    if any(x is not None and x.dtype == jnp.float64 for x in others):
-        raise Unsupported("a gate or the state is float64; the kernels keep the state in float32")
+    check_inputs(q, k, v, others, DTYPES)
     for name, x in (("keys", k), ("values", v)):
         if not 0 < x.shape[3] <= LARGEST:
             raise Unsupported(f"{name} have {x.shape[3]} entries; the kernels hold 1 to {LARGEST}")
-    if 0 in (v.shape[0], *v.shape[2:]):
-        raise Unsupported(
-            f"v has shape {v.shape}; the kernels need one entry at least on every axis but time"
-        )
 
 
 def rank_one(
