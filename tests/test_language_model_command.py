@@ -64,6 +64,7 @@ def losses(out):
     return [(record["step"], record["loss"]) for record in records(out) if "loss" in record]
 
 
+@pytest.mark.newest_jax
 def test_a_run_logs_every_step_validates_and_keeps_the_best(run):
     assert [step for step, _ in losses(run)] == [1, 2, 3, 4, 5, 6]
     assert losses(run)[-1][1] < losses(run)[0][1]
