@@ -6,14 +6,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from beartype.roar import BeartypeDecorHintPep585DeprecationWarning
 from flax import linen as nn
 from flax import nnx
 from layer_tables import SMALL, WIDTH, make, tokens
 
 from eflax.layers import LAYERS
 
+# Flax's own module class, of which ours are made, has an annotation in an old spelling. It is not ours to change.
 with warnings.catch_warnings():
-    warnings.simplefilter("ignore")  # of beartype, on an annotation of Flax's
+    warnings.simplefilter("ignore", BeartypeDecorHintPep585DeprecationWarning)
     from eflax import linen
 
 EFLA = linen.EFLA(WIDTH, num_heads=2, form="recurrent")

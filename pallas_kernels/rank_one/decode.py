@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jaxtyping import Bool, Float
 
+from pallas_kernels.batching import over_batch
 from pallas_kernels.device import Unsupported, check_hopper, check_tpu, interpretation
 from pallas_kernels.rank_one import decode_sm90, decode_tpu
 
@@ -89,7 +90,6 @@ _evaluate.defvjp(_evaluate_forward, _evaluate_backward)
 def _kernel(platform: str, scale: float, interpret: Any) -> Any:
     """The kernel, which under vmap takes the new axis for more of the batch."""
 
-    @jax.custom_batching.custom_vmap
     def run(*arrays):
         *inputs, state = arrays
         if platform == "tpu":
@@ -100,16 +100,7 @@ def _kernel(platform: str, scale: float, interpret: Any) -> Any:
         state, o = decode_sm90.decode(state, *inputs, tile=tile, scale=scale, interpret=interpret)
         return o, state
 
-    @run.def_vmap
-    def _(size, batched, *arrays):
-        def joined(x: Array, has_axis: bool) -> Array:
-            x = x if has_axis else jnp.broadcast_to(x[None], (size, *x.shape))
-            return x.reshape(-1, *x.shape[2:])
-
-        results = run(*jax.tree.map(joined, arrays, tuple(batched)))
-        return jax.tree.map(lambda x: x.reshape(size, -1, *x.shape[1:]), results), (True, True)
-
-    return run
+    return over_batch(run)
 
 
 def _written_out(scale, q, k, v, erase, write, log_decay, state):

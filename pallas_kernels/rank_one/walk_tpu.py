@@ -2,6 +2,7 @@
 
 import enum
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -10,6 +11,7 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from pallas_kernels.batching import over_batch
 from pallas_kernels.rank_one.layout import CHUNK
 from pallas_kernels.rank_one.tiles_tpu import Plan
 
@@ -32,9 +34,8 @@ class Kind(NamedTuple):
 class Task(NamedTuple):
     """A kernel and the kinds of its arrays; all static."""
 
-    kernel: Callable[
-        ..., None
-    ]  # called with the plan, blocks by name, float32 memory [heads, K, V] that stays
+    # Called with the plan, blocks by name, and float32 memory [heads, K, V] that stays from chunk to chunk.
+    kernel: Callable[..., None]
     plan: Plan
     name: str
     inputs: tuple[tuple[str, str], ...]  # name and kind
@@ -44,21 +45,7 @@ class Task(NamedTuple):
 
 def walk(task: Task, arrays: dict[str, Array]) -> dict[str, Array]:
     """Run a kernel over the chunks of all heads of all sequences."""
-
-    @jax.custom_batching.custom_vmap
-    def run(*arrays):
-        return _launch(task, *arrays)
-
-    @run.def_vmap
-    def _(size, batched, *arrays):
-        """More sequences."""
-        whole = [
-            x if b else jnp.broadcast_to(x, (size, *x.shape)) for x, b in zip(arrays, batched, strict=True)
-        ]
-        found = run(*(x.reshape(-1, *x.shape[2:]) for x in whole))
-        return tuple(x.reshape(size, -1, *x.shape[1:]) for x in found), (True,) * len(found)
-
-    found = run(*(arrays[name] for name, _ in task.inputs))
+    found = over_batch(partial(_launch, task))(*(arrays[name] for name, _ in task.inputs))
     return dict(zip((name for name, _, _ in task.outputs), found, strict=True))
 
 
