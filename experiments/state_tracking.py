@@ -99,8 +99,11 @@ def run(flags: Flags, out: Path, console: Console) -> int:
             trainer = Trainer(
                 folder, stop, plan.steps, flags.checkpoint_every, validate_every=flags.validate_every
             )
-            diverged = [error for arm in plan.arms if (error := Run(arm, flags, plan, trainer).run())]
-            write_report(folder, plan, console)
+            diverged = []
+            for arm in plan.arms:
+                if error := Run(arm, flags, plan, trainer).run():
+                    diverged.append(error)
+                write_report(folder, plan, console)  # what is done can be read while the next model trains
             console.print(f"Figures, tables, metrics and checkpoints: {out}")
     for error in diverged:
         print(f"error: {error}", file=sys.stderr)
