@@ -20,7 +20,15 @@ from jaxtyping import Array, Float
 from eflax import cells
 from eflax.cells.checks import check_count
 from eflax.layers.mixer import RecurrentMixer
-from eflax.layers.parts import DecayGate, RMSNorm, ShortConvolution, elu_plus_one, l2_normalize, linear
+from eflax.layers.parts import (
+    DecayGate,
+    ElementwiseProduct,
+    RMSNorm,
+    ShortConvolution,
+    elu_plus_one,
+    l2_normalize,
+    linear,
+)
 from eflax.layers.state import check_counts, check_divides
 
 
@@ -42,6 +50,10 @@ class HeadMixer(RecurrentMixer):
         variant: the form of the cell, of GatedEFLA only: "published", "log_rate" or "decay_first".
         order: terms kept of the series of the cell's step, of EFLA only; None is the exact step. A few terms are
             stable for short keys only (with order=1, DeltaNet's step, for beta · |k|² < 2).
+        feature_map: of queries and keys, of LinearAttention only: "elu" (elu + 1) or "elementwise_product", learned
+            and of any sign.
+        normalize: whether a head's output is divided by the sum of its weights, of LinearAttention only; by default
+            where the features are positive.
         norm_epsilon: added to the mean square of a head's output, which is 1e-4 to 1e-6 at the start (a unit query
             over sqrt(K), and less behind a fast decay): the usual 1e-5 or 1e-6 would damp the heads.
         kernel_size: tokens under the short convolution.
@@ -62,6 +74,7 @@ class HeadMixer(RecurrentMixer):
     negative_eigenvalues: ClassVar[bool] = False  # whether the cell can have them
     variants: ClassVar[tuple[str, ...]] = ()  # of the cell, the default first
     has_order: ClassVar[bool] = False  # whether the step of the cell is a series that can be cut
+    feature_maps: ClassVar[tuple[str, ...]] = ()  # to choose from, the default first
 
     def __init__(
         self,
@@ -74,6 +87,8 @@ class HeadMixer(RecurrentMixer):
         allow_negative_eigenvalues: bool = False,
         variant: str | None = None,
         order: int | None = None,
+        feature_map: str | None = None,
+        normalize: bool | None = None,
         norm_epsilon: float = 1e-8,
         kernel_size: int = 4,
         form: str | None = None,
@@ -82,7 +97,7 @@ class HeadMixer(RecurrentMixer):
         param_dtype=jnp.float32,
         rngs: nnx.Rngs,
     ):
-        self.check_options(allow_negative_eigenvalues, variant, order)
+        self.check_options(allow_negative_eigenvalues, variant, order, feature_map, normalize)
         check_counts(width=width, num_heads=num_heads, kernel_size=kernel_size)
         self.set_form(form, chunk_size)
         self.width, self.num_heads, self.dtype = width, num_heads, dtype
@@ -96,6 +111,8 @@ class HeadMixer(RecurrentMixer):
         self.max_beta = 2.0 if allow_negative_eigenvalues else 1.0
         self.variant = variant or next(iter(self.variants), None)
         self.order = order
+        self.feature_map = feature_map or next(iter(self.feature_maps), None)
+        self.normalize = self.feature_map == "elu" if normalize is None else normalize
 
         keys, values = self.num_heads * self.key_dim, self.num_value_heads * self.value_dim
         options: dict[str, Any] = {"dtype": dtype, "param_dtype": param_dtype, "rngs": rngs}
@@ -117,10 +134,20 @@ class HeadMixer(RecurrentMixer):
             self.decay = DecayGate(width, self.num_value_heads, rate=self.decay_rate, **options)
         if self.output_gate:
             self.gate = linear(width, values, **options)
+        if self.feature_map == "elementwise_product":
+            self.query_map = ElementwiseProduct(self.key_dim, **options)
+            self.key_map = ElementwiseProduct(self.key_dim, **options)
         self.norm = RMSNorm(self.value_dim, norm_epsilon, rngs=rngs)
         self.out = linear(values, width, **options)
 
-    def check_options(self, allow_negative_eigenvalues: bool, variant: str | None, order: int | None) -> None:
+    def check_options(
+        self,
+        allow_negative_eigenvalues: bool,
+        variant: str | None,
+        order: int | None,
+        feature_map: str | None,
+        normalize: bool | None,
+    ) -> None:
         """Raise ValueError for an option that the cell of the class does not have."""
         name = type(self).__name__
         if allow_negative_eigenvalues and not self.negative_eigenvalues:
@@ -131,6 +158,10 @@ class HeadMixer(RecurrentMixer):
             if not self.has_order:
                 raise ValueError(f"order={order!r}: {name} has none; EFLA's step may be cut to an order")
             check_count("order", order)
+        if feature_map is not None and feature_map not in self.feature_maps:
+            raise ValueError(f"feature_map={feature_map!r}: {name} has {self.feature_maps or 'one of its own'}")
+        if normalize is not None and not self.feature_maps:
+            raise ValueError(f"normalize={normalize!r}: {name} has no such option; LinearAttention's is one")
 
     def init_recurrent(self, batch_size: int) -> Array | tuple[Array, ...]:
         """Return the initial state of the cell, [B, HV, K, V] float32."""
@@ -159,12 +190,14 @@ class HeadMixer(RecurrentMixer):
         return arguments
 
     def cell_options(self) -> dict[str, Any]:
-        """Return the scale of the queries, K^-0.5, and the variant or order of the cell if it has any."""
+        """Return the scale of the queries, K^-0.5, and the options that the cell has."""
         options: dict[str, Any] = {"scale": self.key_dim**-0.5}
         if self.variants:
             options["variant"] = self.variant
         if self.has_order:
             options["order"] = self.order
+        if self.feature_maps:
+            options["normalize"] = self.normalize
         return options
 
     def output(
@@ -178,13 +211,14 @@ class HeadMixer(RecurrentMixer):
 
 
 class LinearAttention(HeadMixer):
-    """Linear attention with the features elu + 1 and a normalised read-out; no convolution.
+    """Linear attention, with the features elu + 1 and a normalised read-out by default; no convolution.
 
     Arguments: see `HeadMixer`.
     """
 
     cell = cells.linear_attention
     query_map = key_map = staticmethod(elu_plus_one)
+    feature_maps = ("elu", "elementwise_product")
     convolves = False
 
 

@@ -56,6 +56,19 @@ def elu_plus_one(x: Float[Array, "..."]) -> Float[Array, "..."]:
     return jnp.where(x < 0, jnp.exp(jnp.minimum(x, 0)), x + 1)
 
 
+class ElementwiseProduct(nnx.Module):
+    """The feature map (x W + b) · (x U + c), learned, of flash-linear-attention's linear attention."""
+
+    def __init__(self, width: int, *, dtype, param_dtype, rngs: nnx.Rngs):
+        options: dict[str, Any] = {"dtype": dtype, "param_dtype": param_dtype, "use_bias": True, "rngs": rngs}
+        self.first = linear(width, width, **options)
+        self.second = linear(width, width, **options)
+
+    def __call__(self, x: Float[Array, "... K"]) -> Float[Array, "... K"]:
+        """Map the last axis, which is a head."""
+        return self.first(x) * self.second(x)
+
+
 class RMSNorm(nnx.RMSNorm):
     """x / sqrt(mean(x²) + epsilon) · scale over the last axis, in float32, rounded back to the dtype of x."""
 
