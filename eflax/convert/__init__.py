@@ -11,7 +11,7 @@ shape or type. A folder appears when it is complete, and never in the place of a
 
 from eflax.convert.errors import ConversionError
 from eflax.convert.exchange import Summary, export_folder, import_folder
-from eflax.convert.folders import is_imported, load_model, restore
+from eflax.convert.folders import is_imported, load_model, restore, save_model
 
 __all__ = [
     "ConversionError",
@@ -21,4 +21,5 @@ __all__ = [
     "is_imported",
     "load_model",
     "restore",
+    "save_model",
 ]

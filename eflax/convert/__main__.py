@@ -75,7 +75,9 @@ def main(args: Sequence[str] | None = None) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 2
     layers = ", ".join(block.layer for block in summary.config.pattern)
-    print(f"{summary.parameters:,} parameters ({', '.join(summary.dtypes)}), {summary.config.num_layers} layers of {layers}")
+    print(
+        f"{summary.parameters:,} parameters ({', '.join(summary.dtypes)}), {summary.config.num_layers} layers of {layers}"
+    )
     if summary.stream_scale != 1.0:
         print(
             f"The residual stream is {summary.stream_scale:.6g} times as large there, so that all norms have one epsilon; "
@@ -88,5 +90,7 @@ def main(args: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    os.environ.setdefault("JAX_PLATFORMS", "cpu")  # a conversion needs no accelerator, and must not fill its memory
+    os.environ.setdefault(
+        "JAX_PLATFORMS", "cpu"
+    )  # a conversion needs no accelerator, and must not fill its memory
     sys.exit(main())

@@ -103,7 +103,9 @@ def write_config(model: LanguageModel) -> tuple[Values, float]:
             f"heads with the epsilons {sorted(heads)} and MLPs of the widths {sorted(mlps)}: there, all blocks are alike"
         )
     if (mlps == {0}) == family.has_mlp:
-        raise ConversionError(f"mlp_width={mlps.pop()}: {family.model_type} has {'an' if family.has_mlp else 'no'} MLP")
+        raise ConversionError(
+            f"mlp_width={mlps.pop()}: {family.model_type} has {'an' if family.has_mlp else 'no'} MLP"
+        )
     epsilon = heads.pop() if heads else config.norm_epsilon
     values = {
         "architectures": [family.architecture],

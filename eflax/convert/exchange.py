@@ -1,11 +1,8 @@
-"""Whole folders: theirs to ours and back, each written under another name and renamed when it is complete."""
+"""Whole folders: theirs to ours and back."""
 
 import json
-import os
-import shutil
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -16,16 +13,21 @@ from flax import nnx
 
 from eflax.convert.configs import read_config, write_config
 from eflax.convert.errors import ConversionError
-from eflax.convert.folders import IMPORTED, RUN, load_model, read_source
+from eflax.convert.folders import (
+    TOKENIZERS,
+    check_new,
+    copy_tokenizer,
+    load_model,
+    new_folder,
+    read_source,
+    save_model,
+)
 from eflax.convert.names import their_shapes, to_ours, to_theirs
 from eflax.convert.tensors import MAX_BYTES, Shape, TensorFiles, read_json, write_tensors
 from eflax.data import DataError
 from eflax.data.tokenizers import load_tokenizer
 from eflax.models import LanguageModel, LanguageModelConfig
-from eflax.training import Checkpoints, RunFolder
 from eflax.training.run_folder import CONFIG
-
-TOKENIZERS = ("tokenizer.json", "tokenizer.model")  # the files of Hugging Face folders that we read
 
 
 @dataclass(frozen=True)
@@ -72,8 +74,8 @@ def import_folder(
     check_new(out)
     values = read_json(source / CONFIG)
     config = read_config(values, ignored)
-    copied = next((name for name in TOKENIZERS if (source / name).is_file()), None) if tokenizer is None else None
-    tokenizer = copied or tokenizer
+    if tokenizer is None:
+        tokenizer = next((str(source / name) for name in TOKENIZERS if (source / name).is_file()), None)
     model, shapes = abstract_model(config)
     with TensorFiles(source) as tensors:
         expected = their_shapes(model, shapes)
@@ -82,26 +84,22 @@ def import_folder(
             _check_tied(tensors, next(iter(expected)))
             del given["lm_head.weight"]
         _compare(source, given, expected)
-        arrays = to_ours(model, {path: leaf.shape for path, leaf in shapes.items()}, lru_cache(1)(tensors.read))
+        arrays = to_ours(
+            model, {path: leaf.shape for path, leaf in shapes.items()}, lru_cache(1)(tensors.read)
+        )
         dtypes = tuple(sorted(set(tensors.dtypes.values())))
-    dtype = dtype or ("bfloat16" if "bfloat16" in dtypes else "float32")
+    params = nnx.to_flat_state(nnx.state(model, nnx.Param))
+    filled = [(path, leaf.replace(jnp.asarray(arrays[_path(path)]))) for path, leaf in params]
+    nnx.update(model, nnx.from_flat_state(filled))
     length = values.get("max_position_embeddings")
-    plan = {
-        "config": asdict(config),
-        "dtype": dtype,
-        "length": length if type(length) is int and length > 0 else 2048,
-        "tokenizer": tokenizer,
-    }
-    with new_folder(out) as folder:
-        record = {"experiment": IMPORTED, "source": str(source.absolute()), "source_config": values, "plan": plan}
-        with RunFolder(folder, record):
-            if copied:
-                shutil.copyfile(source / copied, folder / copied)
-            checkpoints = Checkpoints(folder / "checkpoints" / RUN)
-            try:
-                checkpoints.save(0, _params(model, arrays))
-            finally:
-                checkpoints.close()
+    save_model(
+        model,
+        out,
+        dtype=dtype or ("bfloat16" if "bfloat16" in dtypes else "float32"),
+        max_length=length if type(length) is int and length > 0 else 2048,
+        tokenizer=tokenizer,
+        origin={"source": str(source.absolute()), "source_config": values},
+    )
     return Summary(config, sum(array.size for array in arrays.values()), dtypes, 1.0, tokenizer)
 
 
@@ -133,11 +131,14 @@ def export_folder(
     if scale != 1.0:
         arrays = _scale_stream(arrays, np.float32(scale), found.config.tied)
     expected = their_shapes(abstract, shapes)
-    values |= {"dtype": dtype, "max_position_embeddings": found.max_length, **_special_tokens(found.tokenizer)}
+    values |= {
+        "dtype": dtype,
+        "max_position_embeddings": found.max_length,
+        **_special_tokens(found.tokenizer),
+    }
     with new_folder(out) as folder:
         write_tensors(folder, expected, to_theirs(abstract, arrays, expected), dtype, max_bytes)
-        if found.tokenizer and Path(found.tokenizer).name in TOKENIZERS and Path(found.tokenizer).is_file():
-            shutil.copyfile(found.tokenizer, folder / Path(found.tokenizer).name)
+        copy_tokenizer(found.tokenizer, folder)
         (folder / CONFIG).write_text(json.dumps(values, indent=2, sort_keys=True) + "\n")
     count = sum(array.size for array in arrays.values())
     return Summary(found.config, count, (dtype,), scale, found.tokenizer)
@@ -171,12 +172,6 @@ def _path(path: Iterable[Any]) -> str:
     return "/".join(map(str, path))
 
 
-def _params(model: LanguageModel, arrays: Mapping[str, np.ndarray]) -> Any:
-    """Return the parameters as a model has them."""
-    flat = nnx.to_flat_state(nnx.state(model, nnx.Param))
-    return nnx.from_flat_state([(path, leaf.replace(jnp.asarray(arrays[_path(path)]))) for path, leaf in flat])
-
-
 def _compare(folder: Path, given: Mapping[str, Shape], expected: Mapping[str, Shape]) -> None:
     """Raise ConversionError naming every tensor that is missing, not known or of another shape."""
     faults = [f"missing: {name} {list(shape)}" for name, shape in expected.items() if name not in given]
@@ -203,31 +198,7 @@ def _check_tied(tensors: TensorFiles, embedding: str) -> None:
 def _scale_stream(arrays: Mapping[str, np.ndarray], scale: np.float32, tied: bool) -> dict[str, np.ndarray]:
     """Return parameters of a model whose residual stream is ``scale`` times as large, with the same logits."""
     into_stream = ("embedding", "/mixer/out/kernel", "/mlp/down/kernel")
-    scaled = {
-        path: array * scale if path.endswith(into_stream) else array for path, array in arrays.items()
-    }
+    scaled = {path: array * scale if path.endswith(into_stream) else array for path, array in arrays.items()}
     if tied:  # the read-out is the embedding
         scaled["norm/scale"] = scaled["norm/scale"] / scale
     return scaled
-
-
-def check_new(out: Path) -> None:
-    """Raise ConversionError unless a folder is new or empty."""
-    if out.exists() and not (out.is_dir() and not any(out.iterdir())):
-        raise ConversionError(f"{out} is in use; give a new folder")
-
-
-@contextmanager
-def new_folder(out: Path) -> Iterator[Path]:
-    """Give a folder that gets the name ``out`` when all is written, and is removed when something fails."""
-    partial = out.absolute().parent / f".{out.name}.{os.getpid()}.part"
-    try:
-        partial.mkdir(parents=True)
-        yield partial
-        for path in partial.rglob("*"):
-            if path.is_file():
-                with path.open("rb") as stream:
-                    os.fsync(stream.fileno())
-        os.rename(partial, out.absolute())  # fails where another process has filled `out` meanwhile
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)

@@ -32,9 +32,15 @@ def _read_heads(settings: Settings, width: int, num_heads: int) -> Values:
         expand = settings.take(name, float, 1.0)
         size = width * expand / num_heads
         if not math.isclose(size, round(size)):
-            raise ConversionError(f"config.json: {name!r} is {expand!r}: {size} entries a head are no whole number")
+            raise ConversionError(
+                f"config.json: {name!r} is {expand!r}: {size} entries a head are no whole number"
+            )
         sizes[name] = round(size)
-    return {"num_heads": num_heads, "head_dim": sizes["expand_k"], "expand_v": sizes["expand_v"] / sizes["expand_k"]}
+    return {
+        "num_heads": num_heads,
+        "head_dim": sizes["expand_k"],
+        "expand_v": sizes["expand_v"] / sizes["expand_k"],
+    }
 
 
 def _write_heads(mixer: HeadMixer) -> Values:
@@ -121,12 +127,16 @@ def _read_mamba2(settings: Settings, width: int) -> Values:
     settings.require("use_conv_bias", True, why="the short convolution has a bias here")
     settings.require("hidden_act", "silu", "swish", why="the short convolution ends in SiLU here")
     settings.require("dt_limit", [0.0, math.inf], why="the step dt has no bounds here")
-    settings.skip("A_init_range", "conv_init", "dt_init_floor", "dt_max", "dt_min", "rescale_prenorm_residual")
+    settings.skip(
+        "A_init_range", "conv_init", "dt_init_floor", "dt_max", "dt_min", "rescale_prenorm_residual"
+    )
     settings.skip("chunk_size", "residual_in_fp32")
     expand, head_dim = settings.take("expand", int, 2), settings.take("head_dim", int, 64)
     num_heads = expand * width // head_dim
     if num_heads * head_dim != expand * width:
-        raise ConversionError(f"config.json: 'head_dim' is {head_dim}, which does not divide {expand * width}")
+        raise ConversionError(
+            f"config.json: 'head_dim' is {head_dim}, which does not divide {expand * width}"
+        )
     settings.require("num_heads", num_heads, why=f"'head_dim' and 'expand' make {num_heads} heads")
     return {
         "num_heads": num_heads,
@@ -218,8 +228,6 @@ FAMILIES = {
             norm_epsilon=1e-5,
             has_mlp=False,
         ),
-        Family(
-            "transformer", "TransformerForCausalLM", "transformer", _read_transformer, write_attention
-        ),
+        Family("transformer", "TransformerForCausalLM", "transformer", _read_transformer, write_attention),
     )
 }

@@ -1,6 +1,10 @@
-"""Folders of ours that hold a language model: imported ones, and runs of `experiments.language_model`."""
+"""Folders that hold a language model: those written here, and runs of `experiments.language_model`."""
 
-from dataclasses import dataclass
+import os
+import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -10,12 +14,13 @@ from flax import nnx
 from eflax.convert.errors import ConversionError
 from eflax.models import LanguageModel, LanguageModelConfig
 from eflax.models.configs import BlockConfig
-from eflax.training import CheckpointError, Checkpoints, adamw, initial_state, read_config
+from eflax.training import CheckpointError, Checkpoints, RunFolder, adamw, initial_state, read_config
 from eflax.training.run_folder import CONFIG
 from eflax.training.step import decay_mask
 
 IMPORTED, TRAINED = "convert", "language_model"  # what such folders call their experiment
 RUN = "model"
+TOKENIZERS = ("tokenizer.json", "tokenizer.model")  # files of Hugging Face folders
 
 
 @dataclass(frozen=True)
@@ -27,7 +32,7 @@ class Source:
         dtype: of products and activations.
         max_length: tokens that a state of softmax attention holds by default.
         tokenizer: what `load_tokenizer` takes, None where none is known.
-        imported: whether the folder was written by `import_folder`, and not by a training.
+        imported: whether the folder was written by `save_model`, and not by a training.
     """
 
     config: LanguageModelConfig
@@ -37,8 +42,49 @@ class Source:
     imported: bool
 
 
+def save_model(
+    model: LanguageModel,
+    out: Path,
+    *,
+    dtype: str = "float32",
+    max_length: int = 2048,
+    tokenizer: str | None = None,
+    origin: Mapping[str, Any] | None = None,
+) -> None:
+    """Write a model into a folder that `load_model` and `experiments.language_model` read.
+
+    Args:
+        model: with its parameters.
+        out: a new folder, or an empty one.
+        dtype: of products and activations when the model is used.
+        max_length: tokens that a state of softmax attention holds by default.
+        tokenizer: what `load_tokenizer` takes; files of `TOKENIZERS` are copied.
+        origin: where the model comes from, for config.json.
+
+    Raises:
+        ConversionError: ``out`` is in use.
+    """
+    check_new(out)
+    with new_folder(out) as folder:
+        name = copy_tokenizer(tokenizer, folder) or tokenizer
+        plan = {"config": asdict(model.config), "dtype": dtype, "length": max_length, "tokenizer": name}
+        with RunFolder(folder, {"experiment": IMPORTED, **(origin or {}), "plan": plan}):
+            checkpoints = Checkpoints(folder / "checkpoints" / RUN)
+            try:
+                checkpoints.save(0, nnx.state(model, nnx.Param))
+            finally:
+                checkpoints.close()
+
+
+def copy_tokenizer(tokenizer: str | None, folder: Path) -> str | None:
+    """Copy a tokenizer that is a file of Hugging Face's into a folder; returns its name there, None for others."""
+    if tokenizer is None or Path(tokenizer).name not in TOKENIZERS or not Path(tokenizer).is_file():
+        return None
+    return Path(shutil.copy(tokenizer, folder)).name
+
+
 def is_imported(folder: Path) -> bool:
-    """Whether a folder was written by `import_folder`. Raises RunFolderError where it holds nothing of ours."""
+    """Whether a folder was written by `save_model`. Raises RunFolderError where it holds nothing of ours."""
     return read_config(folder).get("experiment") == IMPORTED
 
 
@@ -65,18 +111,23 @@ def read_source(folder: Path) -> Source:
 def _config(values: dict[str, Any]) -> LanguageModelConfig:
     """Return a configuration that `dataclasses.asdict` and JSON have made a tree of."""
     pattern = (
-        BlockConfig(block["layer"], tuple((name, value) for name, value in block["options"]), block["mlp_width"])
+        BlockConfig(
+            block["layer"], tuple((name, value) for name, value in block["options"]), block["mlp_width"]
+        )
         for block in values["pattern"]
     )
     return LanguageModelConfig(**values | {"pattern": tuple(pattern)})
 
 
-def load_model(folder: Path, *, max_length: int | None = None, best: bool = False) -> LanguageModel:
+def load_model(
+    folder: Path, *, max_length: int | None = None, dtype: str | None = None, best: bool = False
+) -> LanguageModel:
     """Return the model of a folder with its parameters.
 
     Args:
-        folder: written by `import_folder`, or by a training.
+        folder: written by `save_model`, or by a training.
         max_length: tokens that a state of softmax attention holds; by default what the folder says.
+        dtype: of products and activations; by default what the folder says.
         best: take the parameters of the lowest validation loss, which a training may have kept.
 
     Raises:
@@ -85,7 +136,7 @@ def load_model(folder: Path, *, max_length: int | None = None, best: bool = Fals
     source = read_source(folder)
     model = LanguageModel(
         source.config,
-        dtype=jnp.dtype(source.dtype).type,
+        dtype=jnp.dtype(dtype or source.dtype).type,
         max_length=source.max_length if max_length is None else max_length,
         rngs=nnx.Rngs(0),
     )
@@ -120,3 +171,25 @@ def restore(model: LanguageModel, folder: Path, *, best: bool, imported: bool = 
     finally:
         checkpoints.close()
     return nnx.merge(graph, params, rest)
+
+
+def check_new(out: Path) -> None:
+    """Raise ConversionError unless a folder is new or empty."""
+    if out.exists() and not (out.is_dir() and not any(out.iterdir())):
+        raise ConversionError(f"{out} is in use; give a new folder")
+
+
+@contextmanager
+def new_folder(out: Path) -> Iterator[Path]:
+    """Give a folder that gets the name ``out`` when all is written, and is removed when something fails."""
+    partial = out.absolute().parent / f".{out.name}.{os.getpid()}.part"
+    try:
+        partial.mkdir(parents=True)
+        yield partial
+        for path in partial.rglob("*"):
+            if path.is_file():
+                with path.open("rb") as stream:
+                    os.fsync(stream.fileno())
+        os.rename(partial, out.absolute())  # fails where another process has filled `out` meanwhile
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)

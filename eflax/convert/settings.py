@@ -58,7 +58,9 @@ class Settings:
         self._seen.add(key)
         value = self._values.get(key, allowed[0])
         if not any(type(value) is type(other) and value == other for other in allowed):
-            raise ConversionError(f"config.json: {key!r} is {value!r}: {why}, so the model cannot be converted")
+            raise ConversionError(
+                f"config.json: {key!r} is {value!r}: {why}, so the model cannot be converted"
+            )
 
     def skip(self, *keys: str) -> None:
         """Say that keys do not change the logits."""

@@ -23,7 +23,9 @@ def safetensors(module: str) -> Any:
     try:
         return importlib.import_module(module)
     except ImportError as error:
-        raise ConversionError(f"this needs the package safetensors: pip install 'eflax[text]' ({error})") from error
+        raise ConversionError(
+            f"this needs the package safetensors: pip install 'eflax[text]' ({error})"
+        ) from error
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -73,7 +75,9 @@ class TensorFiles:
             raise ConversionError(f"{path} cannot be read or is damaged ({error})") from error
         if promised is not None and (different := sorted(found ^ promised)):
             where = "in the file and not" if different[0] in found else "not in the file but"
-            raise ConversionError(f"{path}: the tensor {different[0]} is {where} in {INDEX}; fetch the folder anew")
+            raise ConversionError(
+                f"{path}: the tensor {different[0]} is {where} in {INDEX}; fetch the folder anew"
+            )
         self._file_of |= dict.fromkeys(sorted(found), str(path))
 
     def __enter__(self) -> "TensorFiles":

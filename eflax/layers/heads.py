@@ -159,7 +159,9 @@ class HeadMixer(RecurrentMixer):
                 raise ValueError(f"order={order!r}: {name} has none; EFLA's step may be cut to an order")
             check_count("order", order)
         if feature_map is not None and feature_map not in self.feature_maps:
-            raise ValueError(f"feature_map={feature_map!r}: {name} has {self.feature_maps or 'one of its own'}")
+            raise ValueError(
+                f"feature_map={feature_map!r}: {name} has {self.feature_maps or 'one of its own'}"
+            )
         if normalize is not None and not self.feature_maps:
             raise ValueError(f"normalize={normalize!r}: {name} has no such option; LinearAttention's is one")
 
