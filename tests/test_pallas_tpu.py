@@ -1,6 +1,5 @@
 """The TPU kernels without a TPU: in JAX's interpreter against the float64 oracle, with a race detector; and lowered."""
 
-import contextlib
 import itertools
 from typing import NamedTuple
 from unittest import mock
@@ -12,17 +11,12 @@ import kernels
 import numpy as np
 import pytest
 from budgets import BUDGETS, assert_close, error
-from jax._src.pallas.mosaic.interpret import (  # the race detector has no public name
-    interpret_pallas_call as interpreter,
-)
-from jax._src.pallas.mosaic.interpret.race_detection_state import RaceDetectionState
 from jax.experimental.pallas import tpu as pltpu
-from jax.sharding import AbstractDevice, AbstractMesh
+from kernels_tpu import interpreted, tpu
 from regimes import Shape
 
 from eflax import cells
-from pallas_kernels import device
-from pallas_kernels.rank_one import walk_tpu
+from pallas_kernels import device, walk_tpu
 from pallas_kernels.rank_one.tiles_tpu import choose_heads
 
 FORM = "pallas_tpu"
@@ -58,32 +52,6 @@ TABLE = [
     ),  # decode, from here on
     Case("efla", "random", "float32", (8, 1, 2, 2, 60, 128)),
 ]
-
-
-@contextlib.contextmanager
-def interpreted(seed=None):
-    """Interpret TPU kernels; fail if any has a race."""
-    found = []
-
-    def record(**sizes):  # a new one for each kernel
-        found.append(RaceDetectionState(**sizes))
-        return found[-1]
-
-    interpreter.reset_tpu_interpret_mode_state()
-    with (
-        mock.patch.object(interpreter, "RaceDetectionState", record),
-        device.interpreted("tpu", detect_races=True, seed=seed),
-    ):
-        yield
-    assert not any(state.races_found for state in found), "a race: the captured output tells where"
-
-
-@contextlib.contextmanager
-def tpu(kind="TPU v5 lite"):
-    """Trace and lower programs for TPUs, which need not be there."""
-    abstract = AbstractDevice(device_kind=kind, num_cores=1, platform="tpu")
-    with jax.sharding.use_abstract_mesh(AbstractMesh((), (), abstract_device=abstract)):
-        yield
 
 
 def name_of(case):

@@ -44,6 +44,7 @@ coefficients and decay sums are float32, or float64 where any input is (which JA
   inputs of any 16- or 32-bit dtype and N ≤ 64, and keeps a state for 16 tokens.
   "pallas_tpu" needs q, k and v all in bfloat16 or all in float32, keys and values of at most 256 entries, and float32
   states; it is differentiable once, in reverse. Up to 8 tokens it is one kernel, as on GPUs, of states of any size.
+  selective_ssm's takes bfloat16 and float32 and N ≤ 256, and keeps a state for 128 tokens.
 - `chunk_size` C of the chunkwise form: changes cost, not results.
 - `q = None` reads nothing out: o is None and only the final state is computed. A last read-out is then
   `cell.read(final_state, q_last)`.
@@ -51,7 +52,8 @@ coefficients and decay sums are float32, or float64 where any input is (which JA
 **NaN and infinity** are never hidden: a token that holds one, or overflows, passes it on to the outputs after it. All
 forms but `recurrent` also carry it past the end of its document, as zero times NaN is NaN; and those that mask a matrix
 of tokens carry it to *earlier* outputs: `chunkwise` to those of its chunk, `parallel` to all of its sequence.
-(`selective_ssm` has no such matrix.) `pallas_tpu` works on heads in pairs, and carries it to the other of its pair.
+(`selective_ssm` has no such matrix, and its `pallas_tpu` stops at the document's end.) `pallas_tpu` works on
+heads in pairs, and carries it to the other of its pair.
 
 **Errors.** ValueError or TypeError naming the argument, before anything runs: ranks, sizes, head counts, dtypes,
 g > 0 (where its values are known: not under jit), an unknown variant. `UnsupportedForm`, a ValueError, where a form

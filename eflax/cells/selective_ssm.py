@@ -11,7 +11,7 @@ from jaxtyping import Bool, Float
 from eflax.cells import affine, checks, shapes
 from eflax.cells.forms import pallas, restarts
 from eflax.cells.numerics import on_device, state_dtype, vary_like
-from pallas_kernels.selective_scan import gpu
+from pallas_kernels.selective_scan import gpu, tpu
 
 Channels = Float[Array, "B T D"]
 Projections = Float[Array, "B T N"]
@@ -37,7 +37,13 @@ class Tokens(NamedTuple):
         return affine.Diagonal(decay, ((self.dt * self.x)[..., None] * self.B[..., None, :])[..., None])
 
 
-KERNELS = {"pallas_gpu": pallas.Kernels("pallas_gpu", gpu.check, gpu.selective_scan)}
+KERNELS = {
+    kernels.form: kernels
+    for kernels in (
+        pallas.Kernels("pallas_gpu", gpu.check, gpu.selective_scan),
+        pallas.Kernels("pallas_tpu", tpu.check, tpu.selective_scan),
+    )
+}
 
 
 class SelectiveSSM:
@@ -70,7 +76,7 @@ class SelectiveSSM:
 
         C = None reads nothing out (y is None). Other arguments and errors: see `eflax.cells`. Memory: `associative`
         holds [B, T, D, N]; `chunkwise` holds one chunk of that and, for the backward pass, one state per chunk;
-        `pallas_gpu` one state per 16 tokens.
+        `pallas_gpu` one state per 16 tokens, `pallas_tpu` one per 128.
         """
         axes = checks.Axes()
         axes.bind("x", x, "B T D")

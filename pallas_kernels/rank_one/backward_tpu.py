@@ -17,7 +17,7 @@ from jax.experimental import pallas as pl
 
 from pallas_kernels.rank_one.layout import CHUNK, Gates
 from pallas_kernels.rank_one.tiles_tpu import LANES, NT, TN, Plan, Stack, pack, part, spread, stack
-from pallas_kernels.rank_one.walk_tpu import GateGradients, Task, walk
+from pallas_kernels.rank_one.walk_tpu import GateGradients, walk
 
 
 class Gradients(NamedTuple):
@@ -60,8 +60,9 @@ def backward(
     outputs += [("dgates", "gate_gradients", jnp.float32), ("dinitial_state", "state", jnp.float32)]
     if plan.reads:
         outputs.append(("dq", *outputs[0][1:]))
-    task = Task(_kernel, plan, "rank_one_backward_tpu", inputs, tuple(outputs), backward=True)
-    found = walk(task, {name: x for name, (_, x) in given.items()})
+    arrays = {name: x for name, (_, x) in given.items()}
+    name = "rank_one_backward_tpu"
+    found = walk(_kernel, plan, name, inputs, tuple(outputs), arrays, backward=True)
     return Gradients(**{name[1:]: x for name, x in found.items()})
 
 

@@ -9,7 +9,7 @@ from jax.experimental import pallas as pl
 from pallas_kernels.rank_one.inverse_tpu import inverses
 from pallas_kernels.rank_one.layout import CHUNK, Gates
 from pallas_kernels.rank_one.tiles_tpu import NT, TN, Plan, Stack, pack, part, spread, stack
-from pallas_kernels.rank_one.walk_tpu import Task, walk
+from pallas_kernels.rank_one.walk_tpu import walk
 
 
 class Results(NamedTuple):
@@ -51,9 +51,9 @@ def forward(
         outputs += [("states", "states", plan.dtype), ("rows", "values", plan.dtype)]
         if plan.erases:
             outputs.append(("inverse", "inverse", plan.dtype))
-    task = Task(_kernel, plan, "rank_one_forward_tpu", tuple(inputs.items()), tuple(outputs))
     arrays = {"q": q, "k": k, "v": v, "gates": gates, "entering": state}
-    return Results(**walk(task, arrays))
+    name = "rank_one_forward_tpu"
+    return Results(**walk(_kernel, plan, name, tuple(inputs.items()), tuple(outputs), arrays))
 
 
 def _kernel(plan: Plan, refs: dict[str, Any], state: Any) -> None:

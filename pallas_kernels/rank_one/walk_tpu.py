@@ -3,17 +3,16 @@
 import enum
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
-import jax
 import jax.numpy as jnp
 from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from pallas_kernels.batching import over_batch
 from pallas_kernels.rank_one.layout import CHUNK
 from pallas_kernels.rank_one.tiles_tpu import Plan
+from pallas_kernels.walk_tpu import Kind, Task, run
 
 
 class GateGradients(enum.IntEnum):
@@ -24,29 +23,39 @@ class GateGradients(enum.IntEnum):
     SUM = 2  # of the log-decays summed from the chunk's start
 
 
-class Kind(NamedTuple):
-    """A kind of array: what follows its batch axis, and what a program sees of it at a step."""
+def walk(
+    kernel: Callable[..., None],
+    plan: Plan,
+    name: str,
+    inputs: tuple[tuple[str, str], ...],
+    outputs: tuple[tuple[str, str, Any], ...],
+    arrays: dict[str, Array | None],
+    *,
+    backward: bool = False,
+) -> dict[str, Array]:
+    """Run a kernel over the chunks of all heads of all sequences.
 
-    shape: tuple[int, ...]
-    block: pl.BlockSpec
-
-
-class Task(NamedTuple):
-    """A kernel and the kinds of its arrays; all static."""
-
-    # Called with the plan, blocks by name, and float32 memory [heads, K, V] that stays from chunk to chunk.
-    kernel: Callable[..., None]
-    plan: Plan
-    name: str
-    inputs: tuple[tuple[str, str], ...]  # name and kind
-    outputs: tuple[tuple[str, str, Any], ...]  # name, kind and dtype
-    backward: bool = False  # chunks from the last to the first
-
-
-def walk(task: Task, arrays: dict[str, Array]) -> dict[str, Array]:
-    """Run a kernel over the chunks of all heads of all sequences."""
-    found = over_batch(partial(_launch, task))(*(arrays[name] for name, _ in task.inputs))
-    return dict(zip((name for name, _, _ in task.outputs), found, strict=True))
+    Args:
+        kernel: called with the plan, blocks by name, and float32 memory [heads, K, V] that stays from chunk to chunk.
+        plan: of the call.
+        name: of the kernel.
+        inputs: name and kind of each.
+        outputs: name, kind and dtype.
+        arrays: by name.
+        backward: from the last chunk to the first.
+    """
+    task = Task(
+        kernel=partial(kernel, plan),
+        name=name,
+        grid=(plan.programs, plan.chunks),
+        kinds=kinds(plan, backward),
+        inputs=inputs,
+        outputs=outputs,
+        scratch=(pltpu.VMEM((plan.heads, plan.key_dim, plan.value_dim), jnp.float32),),
+        memory=plan.memory,
+        interpret=plan.interpret,
+    )
+    return run(task, arrays)
 
 
 def kinds(plan: Plan, backward: bool) -> dict[str, Kind]:
@@ -79,26 +88,3 @@ def kinds(plan: Plan, backward: bool) -> dict[str, Kind]:
         "states": Kind((plan.chunks, plan.value_heads, *state), kept),
         "inverse": Kind((plan.chunks, CHUNK, plan.value_heads * CHUNK), inverse),
     }
-
-
-def _launch(task: Task, *arrays: Array) -> tuple[Array, ...]:
-    plan, known, batch = task.plan, kinds(task.plan, task.backward), arrays[0].shape[0]
-    names = [name for name, *_ in (*task.inputs, *task.outputs)]
-
-    def body(*refs):
-        task.kernel(plan, dict(zip(names, refs, strict=False)), refs[-1])
-
-    results = pl.pallas_call(
-        body,
-        grid=(batch, plan.programs, plan.chunks),
-        in_specs=[known[kind].block for _, kind in task.inputs],
-        out_specs=[known[kind].block for _, kind, _ in task.outputs],
-        out_shape=[jax.ShapeDtypeStruct((batch, *known[kind].shape), d) for _, kind, d in task.outputs],
-        scratch_shapes=[pltpu.VMEM((plan.heads, plan.key_dim, plan.value_dim), jnp.float32)],
-        compiler_params=pltpu.CompilerParams(
-            dimension_semantics=("parallel", "parallel", "arbitrary"), vmem_limit_bytes=plan.memory
-        ),
-        interpret=plan.interpret,
-        name=task.name,
-    )(*arrays)
-    return tuple(results)

@@ -4,7 +4,6 @@ h ← e^{dt A} ⊙ h + (dt x) Bᵀ,      y = h C
 """
 
 import dataclasses
-import math
 from functools import partial
 from typing import cast
 
@@ -14,9 +13,10 @@ from jax import Array
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Bool, Float
 
-from pallas_kernels.device import Unsupported, check_hopper, interpretation
+from pallas_kernels.device import check_hopper, interpretation
 from pallas_kernels.selective_scan.backward_sm90 import backward
 from pallas_kernels.selective_scan.forward_sm90 import forward
+from pallas_kernels.selective_scan.inputs import RESIDUALS, check_inputs, exponents
 from pallas_kernels.selective_scan.layout import CHUNK, MULTIPROCESSORS, Plan
 from pallas_kernels.selective_scan.segments import entering_states, leaving_gradients
 from pallas_kernels.selective_scan.stream_sm90 import PADDED
@@ -24,23 +24,12 @@ from pallas_kernels.selective_scan.stream_sm90 import PADDED
 DTYPES = (jnp.bfloat16, jnp.float16, jnp.float32)
 STATE_DIMS = (8, 16, 32, 64)  # what the kernels have; others are padded to the next
 SHORTEST = 512  # tokens, under which a segment is not worth its share of the passes
-RESIDUALS = ("selective_scan_states",)  # names for policies of jax.checkpoint
 
 
 def check(x: Array, dt: Array, a: Array, *others: Array | None) -> None:
     """Raise `Unsupported` if the kernels cannot serve here; the message says why."""
     check_hopper()
-    if jax.typeof(x).mat.varying:
-        raise Unsupported("inside jax.shard_map the kernels need check_vma=False")
-    for name, value in (("x", x), ("dt", dt)):
-        if value.dtype not in DTYPES:
-            raise Unsupported(f"{name} is {value.dtype}; the kernels read bfloat16, float16 and float32")
-    if any(value is not None and value.dtype == jnp.float64 for value in (a, *others)):
-        raise Unsupported("A, B, C or the state is float64; the kernels keep the state in float32")
-    if not 0 < a.shape[1] <= STATE_DIMS[-1]:
-        raise Unsupported(f"states have N = {a.shape[1]} entries; the kernels hold 1 to {STATE_DIMS[-1]}")
-    if 0 in (x.shape[0], x.shape[2]):
-        raise Unsupported(f"x has shape {x.shape}; the kernels need one sequence and one channel at least")
+    check_inputs(x, dt, a, others, DTYPES, STATE_DIMS[-1])
 
 
 def selective_scan(
@@ -127,21 +116,16 @@ def choose_segments(blocks: int, time: int) -> int:
     return segments if segments > 2 else 1  # with two, the pass that finds the states eats up what they gain
 
 
-def _exponents(a: Array) -> Array:
-    """A log₂e; −∞ becomes finite, so that with dt = 0, as in padding, it is no decay, and not NaN."""
-    return jnp.maximum(a * math.log2(math.e), jnp.finfo(a.dtype).min)
-
-
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _evaluate(plan, x, dt, a, b, c, cut, state):
-    tokens = (x, dt, _exponents(a), b)
+    tokens = (x, dt, exponents(a), b)
     entering = entering_states(*tokens, cut, state, plan)
     results = forward(*tokens, c, cut, entering, plan)
     return results.y, results.final_state[plan.segments - 1 :: plan.segments]
 
 
 def _evaluate_forward(plan, x, dt, a, b, c, cut, state):
-    tokens = (x, dt, _exponents(a), b)
+    tokens = (x, dt, exponents(a), b)
     entering = entering_states(*tokens, cut, state, plan)
     results = forward(*tokens, c, cut, entering, plan, residuals=True)
     states = checkpoint_name(results.states, *RESIDUALS)
@@ -152,9 +136,9 @@ def _evaluate_forward(plan, x, dt, a, b, c, cut, state):
 def _evaluate_backward(plan, residuals, cotangents):
     x, dt, a, b, c, cut, states = residuals
     dy, dstate = cotangents
-    exponents = _exponents(a)
-    dstate = leaving_gradients(dt, exponents, c, cut, dy, dstate, plan)
-    grads = backward(x, dt, exponents, b, c, cut, dy, states, dstate, plan.for_gradients())
+    powers = exponents(a)
+    dstate = leaving_gradients(dt, powers, c, cut, dy, dstate, plan)
+    grads = backward(x, dt, powers, b, c, cut, dy, states, dstate, plan.for_gradients())
     dc = None if grads.c is None else grads.c.sum(0)
     dinitial = grads.initial_state[:: plan.segments]
     return grads.x, grads.dt, grads.a.sum(0), grads.b.sum(0), dc, None, dinitial
