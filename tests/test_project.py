@@ -34,6 +34,7 @@ RANKS = {
     "eflax.data": 4,
     "eflax.training": 4,
     "eflax.evaluation": 4,
+    "eflax.convert": 4,
     "experiments": 5,
 }
 PUBLIC = ("eflax.cells", "eflax.cells.affine", "eflax.layers", "eflax.models")

@@ -74,14 +74,13 @@ def main(args: Sequence[str] | None = None) -> int:
     except (ValueError, CheckpointError, RunFolderError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    layers = ", ".join(block.layer for block in summary.config.pattern)
-    print(
-        f"{summary.parameters:,} parameters ({', '.join(summary.dtypes)}), {summary.config.num_layers} layers of {layers}"
-    )
+    config, dtypes = summary.config, ", ".join(summary.dtypes)
+    layers = ", ".join(block.layer for block in config.pattern)
+    print(f"{summary.parameters:,} parameters ({dtypes}), {config.num_layers} layers of {layers}")
     if summary.stream_scale != 1.0:
         print(
-            f"The residual stream is {summary.stream_scale:.6g} times as large there, so that all norms have one epsilon; "
-            "the outputs are the same up to rounding."
+            f"The residual stream is {summary.stream_scale:.6g} times as large there, so that all norms have one "
+            "epsilon; the outputs are the same up to rounding."
         )
     if summary.tokenizer is None:
         print("There is no tokenizer: experiments.language_model needs one, import with --tokenizer.")

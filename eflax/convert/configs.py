@@ -84,8 +84,8 @@ def write_config(model: LanguageModel) -> tuple[Values, float]:
     """Return config.json for a model, and how much larger its residual stream has to be there.
 
     Their models have one epsilon for all norms. Ours may have another in the heads than in the blocks. The heads' is
-    the one written, since a head cannot be scaled; the stream can: with a stream c times as large, c² = heads' / blocks',
-    x / sqrt(mean(x²) + epsilon) is the same.
+    the one written, since a head cannot be scaled; the stream can: one that is c times as large, with an epsilon c²
+    times as large, gives the same x / sqrt(mean(x²) + epsilon).
 
     Args:
         model: may be abstract.
@@ -100,7 +100,8 @@ def write_config(model: LanguageModel) -> tuple[Values, float]:
     mlps = {block.mlp_width for block in config.pattern}
     if len(heads) > 1 or len(mlps) > 1:
         raise ConversionError(
-            f"heads with the epsilons {sorted(heads)} and MLPs of the widths {sorted(mlps)}: there, all blocks are alike"
+            f"heads with the epsilons {sorted(heads)} and MLPs of the widths {sorted(mlps)}: "
+            "there, all blocks are alike"
         )
     if (mlps == {0}) == family.has_mlp:
         raise ConversionError(
@@ -130,7 +131,8 @@ def _family(config: LanguageModelConfig) -> Family:
     if not found or (len(layers) > 1 and not found[0].has_mlp):
         raise ConversionError(
             f"a model of the layers {', '.join(sorted(layers))} has no counterpart there; there are models of one of "
-            f"{', '.join(family.layer for family in FAMILIES.values())}, and those but mamba2 with some transformer layers"
+            f"{', '.join(family.layer for family in FAMILIES.values())}, and, but for mamba2, with some transformer "
+            "layers"
         )
     return found[0]
 

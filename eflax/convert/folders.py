@@ -67,6 +67,8 @@ def save_model(
     check_new(out)
     with new_folder(out) as folder:
         name = copy_tokenizer(tokenizer, folder) or tokenizer
+        if name is not None and Path(name).is_file():
+            name = str(Path(name).absolute())
         plan = {"config": asdict(model.config), "dtype": dtype, "length": max_length, "tokenizer": name}
         with RunFolder(folder, {"experiment": IMPORTED, **(origin or {}), "plan": plan}):
             checkpoints = Checkpoints(folder / "checkpoints" / RUN)
@@ -110,13 +112,14 @@ def read_source(folder: Path) -> Source:
 
 def _config(values: dict[str, Any]) -> LanguageModelConfig:
     """Return a configuration that `dataclasses.asdict` and JSON have made a tree of."""
-    pattern = (
+    blocks = (
         BlockConfig(
             block["layer"], tuple((name, value) for name, value in block["options"]), block["mlp_width"]
         )
         for block in values["pattern"]
     )
-    return LanguageModelConfig(**values | {"pattern": tuple(pattern)})
+    fields: dict[str, Any] = values | {"pattern": tuple(blocks)}
+    return LanguageModelConfig(**fields)
 
 
 def load_model(

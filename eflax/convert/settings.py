@@ -8,9 +8,24 @@ from eflax.convert.errors import ConversionError
 
 # What does not change the logits: training, evaluation strategy, bookkeeping of transformers.
 HARMLESS = frozenset(
-    """_name_or_path architectures attn_mode bos_token_id dtype eos_token_id fuse_cross_entropy
-    fuse_linear_cross_entropy fuse_norm fuse_swiglu initializer_range pad_token_id torch_dtype transformers_version
-    use_cache use_l2warp""".split()
+    {
+        "_name_or_path",
+        "architectures",
+        "attn_mode",
+        "bos_token_id",
+        "dtype",
+        "eos_token_id",
+        "fuse_cross_entropy",
+        "fuse_linear_cross_entropy",
+        "fuse_norm",
+        "fuse_swiglu",
+        "initializer_range",
+        "pad_token_id",
+        "torch_dtype",
+        "transformers_version",
+        "use_cache",
+        "use_l2warp",
+    }
 )
 
 
