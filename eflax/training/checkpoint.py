@@ -13,6 +13,8 @@ from jaxtyping import PyTree
 FORMAT = "eflax-checkpoint-1"
 STATE, META = "state", "meta"
 
+type Leaf = Any  # jax.Array, or jax.ShapeDtypeStruct in a template
+
 
 class CheckpointError(ValueError):
     """A checkpoint is damaged, or belongs to something else; the message names it and the way out."""
@@ -85,7 +87,8 @@ class Checkpoints:
         """Return the newest state and what was saved beside it.
 
         Args:
-            template: a tree of arrays of the same structure, shapes, dtypes and placement as the saved one.
+            template: a tree of arrays of the same structure, shapes and dtypes as the saved one, placed as wanted;
+                `jax.ShapeDtypeStruct` with a sharding does, too.
 
         Raises:
             CheckpointError: there is none, it cannot be read, or it does not fit `template`.
@@ -132,16 +135,16 @@ class Checkpoints:
             self._opened = None
 
 
-def _named_leaves(tree: PyTree) -> dict[str, jax.Array]:
+def _named_leaves(tree: PyTree) -> dict[str, Leaf]:
     paths, _ = jax.tree_util.tree_flatten_with_path(tree)
     return {jax.tree_util.keystr(path, simple=True, separator="/"): leaf for path, leaf in paths}
 
 
-def _describe(leaves: dict[str, jax.Array]) -> dict[str, str]:
+def _describe(leaves: dict[str, Leaf]) -> dict[str, str]:
     return {name: f"{leaf.dtype}{list(leaf.shape)}" for name, leaf in leaves.items()}
 
 
-def _checksums(leaves: dict[str, jax.Array]) -> dict[str, int]:
+def _checksums(leaves: dict[str, Leaf]) -> dict[str, int]:
     return {name: zlib.crc32(np.ascontiguousarray(leaf).tobytes()) for name, leaf in leaves.items()}
 
 
