@@ -2,6 +2,8 @@
 
 from pathlib import Path
 
+from flax import nnx
+
 from eflax.convert import ConversionError, is_imported, load_model, restore
 from eflax.convert.folders import read_source
 from eflax.data import DataError
@@ -28,7 +30,8 @@ def load_run(folder: Path, *, best: bool, max_length: int | None = None) -> tupl
     flags = read_flags(folder)
     tokenizer = _tokenizer(make_plan(flags).tokenizer)
     plan = make_plan(flags, tokenizer.vocab_size)
-    return restore(build_model(flags, plan, max_length), folder, best=best), tokenizer
+    model = nnx.eval_shape(lambda: build_model(flags, plan, max_length))
+    return restore(model, folder, best=best), tokenizer
 
 
 def _load_imported(folder: Path, best: bool, max_length: int | None) -> tuple[LanguageModel, Tokenizer]:

@@ -8,15 +8,17 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from flax import nnx
+from jaxtyping import PyTree
 
 from eflax.convert.errors import ConversionError
 from eflax.models import LanguageModel, LanguageModelConfig
 from eflax.models.configs import BlockConfig
 from eflax.training import CheckpointError, Checkpoints, RunFolder, adamw, initial_state, read_config
 from eflax.training.run_folder import CONFIG
-from eflax.training.step import decay_mask
+from eflax.training.step import TrainState, decay_mask
 
 IMPORTED, TRAINED = "convert", "language_model"  # what such folders call their experiment
 RUN = "model"
@@ -137,20 +139,23 @@ def load_model(
         RunFolderError, ConversionError, CheckpointError: there is no model, or it is damaged.
     """
     source = read_source(folder)
-    model = LanguageModel(
-        source.config,
-        dtype=jnp.dtype(dtype or source.dtype).type,
-        max_length=source.max_length if max_length is None else max_length,
-        rngs=nnx.Rngs(0),
-    )
-    return restore(model, folder, best=best, imported=source.imported)
+
+    def build() -> LanguageModel:
+        return LanguageModel(
+            source.config,
+            dtype=jnp.dtype(dtype or source.dtype).type,
+            max_length=source.max_length if max_length is None else max_length,
+            rngs=nnx.Rngs(0),
+        )
+
+    return restore(nnx.eval_shape(build), folder, best=best, imported=source.imported)
 
 
 def restore(model: LanguageModel, folder: Path, *, best: bool, imported: bool = False) -> LanguageModel:
     """Return a model with the newest parameters of a run, or with those of the lowest validation loss.
 
     Args:
-        model: of the shape that the run has.
+        model: of the shape that the run has; its own parameters are not used and may be abstract.
         folder: of the run.
         best: take the parameters of the lowest validation loss.
         imported: the folder holds parameters alone, without the state of an optimizer.
@@ -160,20 +165,30 @@ def restore(model: LanguageModel, folder: Path, *, best: bool, imported: bool = 
     """
     checkpoints = Checkpoints(folder / "checkpoints" / (f"{RUN}-best" if best else RUN))
     graph, params, rest = nnx.split(model, nnx.Param, ...)
+
+    def train_state(params: PyTree) -> TrainState:
+        # The schedule has a counter, whose value does not matter here.
+        return initial_state(nnx.merge(graph, params, rest), adamw(lambda step: 0.0, decayed=decay_mask))
+
     try:
         if checkpoints.latest_step() is None:
             raise CheckpointError(
                 f"{checkpoints.folder} holds no checkpoint; train with --validation, or leave --best out"
             )
         if best or imported:
-            params, _ = checkpoints.restore(params)
+            params, _ = checkpoints.restore(_placed(params))
         else:
-            # The schedule has a counter, whose value does not matter here.
-            state, _ = checkpoints.restore(initial_state(model, adamw(lambda step: 0.0, decayed=decay_mask)))
+            state, _ = checkpoints.restore(_placed(jax.eval_shape(train_state, params)))
             params = state.params
     finally:
         checkpoints.close()
     return nnx.merge(graph, params, rest)
+
+
+def _placed(tree: PyTree) -> PyTree:
+    """Return a tree of arrays as shapes and types on the first device."""
+    device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=device), tree)
 
 
 def check_new(out: Path) -> None:
