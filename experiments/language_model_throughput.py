@@ -27,6 +27,8 @@ from eflax.training.sharding import check_batch, make_mesh, place_batch, sharded
 from eflax.training.step import adamw, decay_mask, make_train_step
 from eflax.training.token_loss import language_model_loss
 
+MEASURED = ("ms", "tokens_per_s", "mfu", "peak_GiB_of_process", "loss")
+
 
 @dataclass(frozen=True)
 class Flags:
@@ -76,7 +78,7 @@ def main(flags: Flags) -> int:
 
 
 def measure(name: str, shape: str, remat: Remat, flags: Flags) -> dict[str, object]:
-    """Return the row of one model, batch shape and remat policy."""
+    """Return the row of one model, batch shape and remat policy; what does not fit says so and is not timed."""
     batch_size, length = (int(size) for size in shape.split("x"))
     mesh = make_mesh()
     check_batch(batch_size, 1, mesh)
@@ -94,30 +96,38 @@ def measure(name: str, shape: str, remat: Remat, flags: Flags) -> dict[str, obje
         step = make_train_step(model, optimizer, loss, shardings=shardings).lower(state, batch).compile()  # type: ignore
     compiled = time.perf_counter() - began
     memory = step.memory_analysis()
-    times, metrics = [], {}
-    for _ in range(flags.steps + 1):
-        began = time.perf_counter()
-        state, metrics = step(state, batch)
-        float(metrics["loss"])
-        times.append(time.perf_counter() - began)
-    seconds = statistics.median(times[1:])
-    per_token, peak = training_flops_per_token(model, length), peak_flops()
-    rate = batch_size * length / seconds
-    used = (jax.devices()[0].memory_stats() or {}).get("peak_bytes_in_use")
-    return {
+    row: dict[str, object] = {
         "model": name,
         "shape": shape,
         "remat": remat,
         "form": flags.form or "default",
         "parameters_M": round(count_parameters(model) / 1e6, 1),
-        "ms": round(1e3 * seconds, 2),
-        "tokens_per_s": round(rate),
-        "mfu": round(rate * per_token / (peak * jax.device_count()), 4) if peak else None,
-        "compiled_GiB": round((memory.argument_size_in_bytes + memory.temp_size_in_bytes) / 2**30, 2),
-        "peak_GiB_of_process": round(used / 2**30, 2) if used else None,
         "compile_s": round(compiled, 1),
-        "loss": round(float(metrics["loss"]), 4),
+        "compiled_GiB": round((memory.argument_size_in_bytes + memory.temp_size_in_bytes) / 2**30, 2),
     }
+    times, metrics = [], {}
+    try:
+        for _ in range(flags.steps + 1):
+            began = time.perf_counter()
+            state, metrics = step(state, batch)
+            float(metrics["loss"])
+            times.append(time.perf_counter() - began)
+    except jax.errors.JaxRuntimeError as error:
+        if "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        return row | dict.fromkeys(MEASURED) | {"loss": "does not fit"}
+    seconds = statistics.median(times[1:])
+    per_token, peak = training_flops_per_token(model, length), peak_flops()
+    rate = batch_size * length / seconds
+    used = (jax.devices()[0].memory_stats() or {}).get("peak_bytes_in_use")
+    measured = (
+        round(1e3 * seconds, 2),
+        round(rate),
+        round(rate * per_token / (peak * jax.device_count()), 4) if peak else None,
+        round(used / 2**30, 2) if used else None,
+        round(float(metrics["loss"]), 4),
+    )
+    return row | dict(zip(MEASURED, measured, strict=True))
 
 
 if __name__ == "__main__":
