@@ -12,7 +12,7 @@ from safetensors.numpy import load_file
 
 from eflax.convert import ConversionError, export_folder, import_folder, load_model, save_model
 from eflax.convert.__main__ import main
-from eflax.convert.configs import write_config
+from eflax.convert.configs import read_config, write_config
 from eflax.convert.exchange import abstract_model
 from eflax.convert.tensors import write_tensors
 from eflax.layers import DeltaNet, LinearAttention
@@ -192,6 +192,15 @@ def test_harmless_and_ignored_options_are_let_through(tmp_path):
     with pytest.raises(ConversionError, match="'norm_first' is True"):
         import_folder(source, tmp_path / "ours")
     import_folder(source, tmp_path / "ours", ignored=["norm_first"])
+
+
+def test_mamba2_of_transformers_is_the_same_under_other_names():
+    theirs = fla_models.config("mamba2")
+    renamed = {"norm_eps": "layer_norm_epsilon", "dt_limit": "time_step_limit"}
+    others = {renamed.get(key, key): value for key, value in theirs.items()} | {"time_step_rank": 4}
+    assert read_config(others) == read_config(theirs)
+    with pytest.raises(ConversionError, match="are one number under two names, and differ"):
+        read_config(theirs | {"layer_norm_epsilon": 1e-3})
 
 
 def damaged(tmp_path, how):

@@ -1,8 +1,9 @@
 """Checkpoints of flash-linear-attention and Hugging Face, to ours and back: ``python -m eflax.convert --help``.
 
 A folder with config.json and safetensors of a DeltaNet, Gated DeltaNet, Mamba-2, linear-attention or softmax-attention
-language model, or a hybrid with softmax attention, becomes a folder that `experiments.language_model` evaluates and
-samples from, and a run of that experiment, or such a folder, becomes one that flash-linear-attention loads.
+language model, or of a hybrid with softmax attention, becomes a folder that `experiments.language_model` evaluates and
+samples from, and a run of that experiment, or such a folder, becomes one that flash-linear-attention loads. (Mamba-2
+may be transformers' own as well.)
 
 Parameters are float32 here. Their bfloat16 and float16 are held exactly, and float32 keeps its bytes, both ways.
 What is not known is refused by name: kinds of models, options that are on, tensors too many, too few, or of another

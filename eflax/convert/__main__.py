@@ -71,6 +71,9 @@ def main(args: Sequence[str] | None = None) -> int:
     )
     try:
         summary = command.run()
+    except KeyboardInterrupt:
+        print(f"\nstopped; {command.out} was not written", file=sys.stderr)
+        return 130
     except (ValueError, CheckpointError, RunFolderError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

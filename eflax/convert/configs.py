@@ -12,7 +12,7 @@ from eflax.models.configs import BlockConfig
 
 
 def read_config(values: Values, ignored: Iterable[str] = ()) -> LanguageModelConfig:
-    """Return the configuration of a model of flash-linear-attention.
+    """Return the configuration of a model of flash-linear-attention, or of transformers' own Mamba-2.
 
     Args:
         values: what config.json holds.
@@ -29,7 +29,7 @@ def read_config(values: Values, ignored: Iterable[str] = ()) -> LanguageModelCon
         )
     family = FAMILIES[model_type]
     width, layers = settings.take("hidden_size", int, 2048), settings.take("num_hidden_layers", int)
-    epsilon = settings.take("norm_eps", float, family.norm_epsilon)
+    epsilon = _read_epsilon(settings, family)
     mlp = _read_mlp(settings, width) if family.has_mlp else 0
     options = family.read(settings, width)
     if family.layer != "transformer":
@@ -49,6 +49,19 @@ def read_config(values: Values, ignored: Iterable[str] = ()) -> LanguageModelCon
     settings.skip("max_position_embeddings")
     settings.finish()
     return config
+
+
+def _read_epsilon(settings: Settings, family: Family) -> float:
+    found = {name: settings.take_optional(name, float) for name in _epsilon_keys(family)}
+    values = {value for value in found.values() if value is not None} or {family.norm_epsilon}
+    if len(values) > 1:
+        raise ConversionError(f"config.json: {found} are one number under two names, and differ")
+    return values.pop()
+
+
+def _epsilon_keys(family: Family) -> tuple[str, ...]:
+    """Return the names of epsilon; the second is that of transformers' own Mamba-2, whose tensors are named alike."""
+    return ("norm_eps", "layer_norm_epsilon") if family.layer == "mamba2" else ("norm_eps",)
 
 
 def _read_mlp(settings: Settings, width: int) -> int:
@@ -114,7 +127,7 @@ def write_config(model: LanguageModel) -> tuple[Values, float]:
         "vocab_size": config.vocab_size,
         "hidden_size": config.width,
         "num_hidden_layers": config.num_layers,
-        "norm_eps": epsilon,
+        **dict.fromkeys(_epsilon_keys(family), epsilon),
         "tie_word_embeddings": config.tied,
         **_write_mixers(model, family),
     }

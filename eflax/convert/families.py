@@ -118,19 +118,31 @@ def _write_linear_attention(mixer: HeadMixer) -> Values:
     return _write_heads(mixer) | {"feature_map": mixer.feature_map, "norm_feature_map": mixer.normalize}
 
 
+_MAMBA2_HARMLESS = (  # initial values, evaluation strategy
+    *("A_init_range", "conv_init", "dt_init_floor", "dt_max", "dt_min", "rescale_prenorm_residual"),
+    *(
+        "time_step_floor",
+        "time_step_max",
+        "time_step_min",
+        "time_step_rank",
+        "chunk_size",
+        "residual_in_fp32",
+    ),
+)
+
+
 def _read_mamba2(settings: Settings, width: int) -> Values:
     settings.require("n_groups", 1, why="each group is normalised on its own there, and all together here")
-    settings.require("rmsnorm", True, why="the layer ends in a norm here")
+    for name in ("rmsnorm", "rms_norm"):
+        settings.require(name, True, why="the layer ends in a norm here")
     settings.require("norm_before_gate", False, why="the gate stands before the norm here")
     settings.require("D_has_hdim", False, why="a head has one D here")
     settings.require("use_bias", False, why="the projections have no bias here")
     settings.require("use_conv_bias", True, why="the short convolution has a bias here")
     settings.require("hidden_act", "silu", "swish", why="the short convolution ends in SiLU here")
-    settings.require("dt_limit", [0.0, math.inf], why="the step dt has no bounds here")
-    settings.skip(
-        "A_init_range", "conv_init", "dt_init_floor", "dt_max", "dt_min", "rescale_prenorm_residual"
-    )
-    settings.skip("chunk_size", "residual_in_fp32")
+    for name in ("dt_limit", "time_step_limit"):  # the second in transformers' own Mamba-2
+        settings.require(name, [0.0, math.inf], why="the step dt has no bounds here")
+    settings.skip(*_MAMBA2_HARMLESS)
     expand, head_dim = settings.take("expand", int, 2), settings.take("head_dim", int, 64)
     num_heads = expand * width // head_dim
     if num_heads * head_dim != expand * width:
