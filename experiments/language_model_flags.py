@@ -158,6 +158,16 @@ class Flags:
     # Devices that share each product.
     tensor: Number = 1
 
+    # Train with other processes, on this machine or others: auto where Slurm, Open MPI, GKE or a TPU pod tells of them,
+    # else HOST:PORT of process 0, the same for all, with --process and --processes. All need the same --out.
+    coordinator: Optional[str] = None
+
+    # Index of this process, from 0.
+    process: Optional[int] = None
+
+    # Number of processes.
+    processes: Optional[int] = None
+
     # Steps between checkpoints.
     checkpoint_every: Number = 500
 

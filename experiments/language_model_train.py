@@ -1,7 +1,9 @@
 """Training of a language model: from flags to a folder with metrics and checkpoints."""
 
 import math
+import os
 from collections.abc import Sequence
+from contextlib import ExitStack, redirect_stdout
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -11,7 +13,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jaxtyping import PyTree
 from rich.console import Console
 
 from eflax.cells import UnsupportedForm
@@ -20,17 +21,19 @@ from eflax.data.packing import Windows, text_batches
 from eflax.data.text_cache import TokenStore, load_tokens
 from eflax.data.tokenizers import Tokenizer, load_tokenizer
 from eflax.models import LanguageModel
-from eflax.training import TRAINING, Checkpoints, Diverged, RunFolder, StopRequest, Trainer, adamw
+from eflax.training import TRAINING, Diverged, RunFolder, StopRequest, Trainer, adamw
 from eflax.training.flops import count_parameters, peak_flops, training_flops_per_token
+from eflax.training.processes import first_goes_first, join_processes, leads
 from eflax.training.schedule import warmup_cosine
-from eflax.training.sharding import check_batch, make_mesh, place_batch, sharded_state
+from eflax.training.sharding import check_batch, make_mesh, own_rows, place_batch, sharded_state
 from eflax.training.step import TrainState, decay_mask, make_train_step
 from eflax.training.token_loss import language_model_loss
 from experiments import command
 from experiments.command import FlagError
 from experiments.language_model_flags import Flags, Plan, make_plan
+from experiments.language_model_validation import RUN, Validation
 
-EXPERIMENT, RUN = "language_model", "model"
+EXPERIMENT = "language_model"
 NOT_SAVED = (
     *command.NOT_SAVED,
     "dry_run",
@@ -41,6 +44,9 @@ NOT_SAVED = (
     "remat",
     "unroll",
     "accumulate",
+    "coordinator",
+    "process",
+    "processes",
 )
 RECORDS = TRAINING | {
     "validation": {"validation": "text", "nll": "a number", "tokens": "a number"},
@@ -61,8 +67,17 @@ def read_flags(folder: Path) -> Flags:
 
 def run(flags: Flags, out: Path, console: Console) -> int:
     """Train as the flags say, or tell what would be done."""
-    with StopRequest() as stop:
-        training = Training(flags, console)
+    if flags.coordinator is not None and flags.out is None and flags.resume is None:
+        raise FlagError("--out: all processes write into one folder; give its path to each")
+    try:
+        join_processes(flags.coordinator, flags.process, flags.processes)
+    except ValueError as error:
+        raise FlagError(str(error)) from error
+    with StopRequest() as stop, ExitStack() as silence:
+        if not leads():
+            silence.enter_context(redirect_stdout(silence.enter_context(open(os.devnull, "w"))))
+        with first_goes_first("data"):
+            training = Training(flags, console)
         if flags.dry_run:
             training.tell_costs()
             return 0
@@ -113,10 +128,11 @@ class Training:
         return tokenizer, stores, validation
 
     def run_config(self) -> dict[str, Any]:
-        """Return what identifies the run."""
+        """Return what identifies the run, which how it is computed does not."""
         prints = [store.fingerprint for store in (*self.stores, *self.validation)]
         saved = command.saved_flags(self.flags, NOT_SAVED)
-        return {"experiment": EXPERIMENT, **saved, "plan": asdict(self.plan), "data_fingerprints": prints}
+        plan = {name: value for name, value in asdict(self.plan).items() if name not in NOT_SAVED}
+        return {"experiment": EXPERIMENT, **saved, "plan": plan, "data_fingerprints": prints}
 
     def start(self) -> tuple[TrainState, Any]:
         """Return the initial state on the mesh, and the train step."""
@@ -140,15 +156,21 @@ class Training:
             asynchronous=True,
         )
         state, step = self.start()
-        separate, weights = flags.documents == "separate", flags.weights or None
+        separate = flags.documents == "separate"
         batches = text_batches(
-            self.stores, plan.length, plan.batch_size, flags.seed, weights=weights, separate=separate
+            self.stores,
+            plan.length,
+            plan.batch_size,
+            flags.seed,
+            weights=flags.weights or None,
+            separate=separate,
+            rows=own_rows(plan.batch_size, self.mesh, plan.accumulate),
         )
 
         def place_and_step(state: TrainState, batch: Any) -> tuple[TrainState, Any]:
             return step(state, place_batch(batch, self.mesh, plan.accumulate))
 
-        validation = Validation(self, folder)
+        validation = Validation(self.model, self.validation, plan, self.mesh, folder, separate=separate)
         try:
             trainer.train(RUN, state, place_and_step, batches, validation if self.validation else None)
         except Diverged as error:
@@ -181,60 +203,14 @@ class Training:
         say(f"{flops:.3g} operations a step, {flops * plan.steps:.3g} in all")
         state, step = self.start()
         names = ("tokens", "targets", "segment_ids")
-        rows = {name: np.zeros((plan.batch_size, plan.length), np.int32) for name in names}
-        batch = place_batch(
-            rows | {"weight": np.ones((plan.batch_size, plan.length), np.float32)}, self.mesh, plan.accumulate
-        )
+        shape = len(own_rows(plan.batch_size, self.mesh, plan.accumulate)), plan.length
+        rows = {name: np.zeros(shape, np.int32) for name in names} | {"weight": np.ones(shape, np.float32)}
+        batch = place_batch(rows, self.mesh, plan.accumulate)
         memory = step.lower(state, batch).compile().memory_analysis()
         arguments, temporary = memory.argument_size_in_bytes, memory.temp_size_in_bytes
         say(
             f"memory of a device: {arguments / 2**30:.2f} GiB of state and batch, {temporary / 2**30:.2f} GiB more"
         )
-
-
-class Validation:
-    """Validates on each source, and keeps the parameters of the lowest mean loss in a checkpoint of its own."""
-
-    def __init__(self, training: Training, folder: RunFolder) -> None:
-        self.training, self.folder = training, folder
-        self.best = Checkpoints(folder.path / "checkpoints" / f"{RUN}-best", keep=1)
-        graph = nnx.graphdef(training.model)
-
-        def sums(params: PyTree, rest: PyTree, batch: dict[str, jax.Array]) -> tuple[jax.Array, jax.Array]:
-            _, metrics = language_model_loss(nnx.merge(graph, params, rest), batch)
-            return metrics["nll"] * metrics["tokens"], metrics["tokens"]
-
-        self.sums = jax.jit(sums)
-
-    def __call__(self, step: int, state: TrainState) -> tuple[TrainState, list[dict[str, Any]]]:
-        """Return the state as it is, and a record for each source."""
-        records = []
-        for store in self.training.validation:
-            nll, tokens = self.score(store, state)
-            records.append({"validation": Path(store.name).name, "nll": nll / tokens, "tokens": tokens})
-        mean = sum(record["nll"] for record in records) / len(records)
-        known = [record["mean_nll"] for record in self.folder.records() if "mean_nll" in record]
-        if mean < min(known, default=math.inf) and (self.best.latest_step() or -1) < step:
-            self.best.save(step, state.params, validation=mean)
-        return state, [*records, {"mean_nll": mean}]
-
-    def score(self, store: TokenStore, state: TrainState) -> tuple[float, float]:
-        """Return the summed nll of a store, and the number of tokens that were predicted."""
-        plan, separate = self.training.plan, self.training.flags.documents == "separate"
-        windows = Windows(store, plan.length, separate=separate, remainder=True)
-        size, nll, tokens = plan.batch_size // plan.accumulate, 0.0, 0.0
-        for first in range(0, len(windows), size):
-            rows = [windows[index] for index in range(first, min(first + size, len(windows)))]
-            batch = {name: np.stack([row[name] for row in rows]) for name in rows[0]}
-            missing = size - len(rows)
-            padded = {name: np.pad(array, ((0, missing), (0, 0))) for name, array in batch.items()}
-            found = self.sums(state.params, state.rest, place_batch(padded, self.training.mesh))
-            nll, tokens = nll + float(found[0]), tokens + float(found[1])
-        return nll, tokens
-
-    def close(self) -> None:
-        """Release the checkpoints."""
-        self.best.close()
 
 
 def build_model(flags: Flags, plan: Plan, max_length: int | None = None) -> LanguageModel:

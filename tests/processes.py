@@ -22,11 +22,13 @@ def compiled_programs() -> str:
     return folder.name
 
 
-def launch(*command: str) -> subprocess.Popen[str]:
+def launch(*command: str, devices: int = 1) -> subprocess.Popen[str]:
     """Start `python COMMAND` in the checkout, on the CPU; programs compiled by one process serve the next ones."""
+    flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={devices}"
     environment = {
         **os.environ,
         "JAX_PLATFORMS": "cpu",
+        "XLA_FLAGS": flags,
         "PYTHONPATH": str(ROOT),
         "JAX_COMPILATION_CACHE_DIR": compiled_programs(),
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",

@@ -182,9 +182,9 @@ def read(iterator, count):
 def test_batches_depend_on_the_step_alone(store):
     options = {"length": 5, "batch_size": 4, "seed": 3, "weights": [1.0, 2.0]}
     whole = read(text_batches([store, store], **options), 6)
-    parts = [text_batches([store, store], **options, process=p, processes=2) for p in (0, 1)]
+    parts = [text_batches([store, store], **options, rows=[2 * p, 2 * p + 1]) for p in (0, 1)]
     halves = [read(part, 2) for part in parts]
-    resumed = [text_batches([store, store], **options, process=p, processes=4) for p in range(4)]
+    resumed = [text_batches([store, store], **options, rows=[p]) for p in range(4)]
     for part in resumed:
         part.set_state(json.loads(json.dumps(parts[0].get_state())))
     quarters = [read(part, 4) for part in resumed]
@@ -214,7 +214,7 @@ def test_mixtures_keep_their_weights_and_impossible_ones_are_refused(store, tmp_
     assert sum(int((row == ord("z")).any()) for row in rows) == 10
     for options, message in [
         ({"weights": [1.0, 0.0]}, "there must be a positive one"),
-        ({"batch_size": 3, "processes": 2}, "multiple of the 2 processes"),
+        ({"rows": [1, 2]}, r"some of 0\.\.1"),
         ({"length": 1000}, "too few for a window of 1000"),
     ]:
         with pytest.raises((DataError, ValueError), match=message):

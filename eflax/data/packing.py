@@ -76,8 +76,7 @@ def text_batches(
     *,
     weights: Sequence[float] | None = None,
     separate: bool = True,
-    process: int = 0,
-    processes: int = 1,
+    rows: Sequence[int] | None = None,
 ) -> grain.DatasetIterator[Batch]:
     """Return an endless iterator over batches; each window of a store comes once an epoch of that store.
 
@@ -90,15 +89,16 @@ def text_batches(
         seed: of the order.
         weights: how often each store is drawn from; by default in proportion to its size.
         separate: keep documents apart, see `Windows`.
-        process: which part of a batch this process gets, of `processes`, which divide B.
+        rows: which of the B sequences to return, such as a process's `own_rows`; by default all.
 
     Raises:
         DataError: a store is too short.
         ValueError: sizes or weights do not fit.
     """
-    if batch_size < 1 or batch_size % processes:
+    wanted = range(batch_size) if rows is None else rows
+    if not wanted or not all(0 <= row < batch_size for row in wanted):
         raise ValueError(
-            f"batch_size={batch_size} must be positive and a multiple of the {processes} processes"
+            f"batch_size={batch_size} must be positive and rows={rows} some of 0..{batch_size - 1}"
         )
     if seed < 0:
         raise ValueError(f"seed must not be negative, got {seed}")
@@ -113,12 +113,10 @@ def text_batches(
         for number, each in enumerate(windows)
     ]
     total = sum(shares)
-    rows: Any = grain.MapDataset.mix(orders, [share / total for share in shares])
-    own = batch_size // processes
+    mixed: Any = grain.MapDataset.mix(orders, [share / total for share in shares])
 
     def gather(step: int) -> Batch:
-        first = step * batch_size + process * own
-        parts = [rows[index] for index in range(first, first + own)]
+        parts = [mixed[step * batch_size + row] for row in wanted]
         return {name: np.stack([part[name] for part in parts]) for name in parts[0]}
 
     steps = grain.MapDataset.range(STEPS).map(gather)

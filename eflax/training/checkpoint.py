@@ -10,6 +10,8 @@ import numpy as np
 import orbax.checkpoint as ocp
 from jaxtyping import PyTree
 
+from eflax.training.processes import from_first, whole
+
 FORMAT = "eflax-checkpoint-1"
 STATE, META = "state", "meta"
 
@@ -56,11 +58,12 @@ class Checkpoints:
         Raises:
             CheckpointError: the folder is a file.
         """
-        if not self.folder.exists():
-            return None
-        if not self.folder.is_dir():
+        if self.folder.exists() and not self.folder.is_dir():
             raise CheckpointError(f"{self.folder} is a file and must be a folder of checkpoints; remove it")
-        return self._manager.latest_step()
+        # Of several processes the first looks: another might see what the first has begun to write.
+        step = self._manager.latest_step() if from_first(self.folder.exists()) else None
+        step = from_first(-1 if step is None else step)
+        return None if step < 0 else step
 
     def save(self, step: int, state: PyTree, **extra: Any) -> None:
         """Write `state`, a tree of arrays, and `extra`, which JSON can hold.
@@ -145,7 +148,11 @@ def _describe(leaves: dict[str, Leaf]) -> dict[str, str]:
 
 
 def _checksums(leaves: dict[str, Leaf]) -> dict[str, int]:
-    return {name: zlib.crc32(np.ascontiguousarray(leaf).tobytes()) for name, leaf in leaves.items()}
+    return {name: zlib.crc32(np.ascontiguousarray(_on_host(leaf)).tobytes()) for name, leaf in leaves.items()}
+
+
+def _on_host(leaf: Leaf) -> np.ndarray:
+    return whole(leaf) if isinstance(leaf, jax.Array) else np.asarray(leaf)
 
 
 def _meta_checksum(meta: dict[str, Any]) -> int:

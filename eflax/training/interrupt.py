@@ -6,6 +6,8 @@ import sys
 from threading import Thread
 from types import FrameType
 
+from eflax.training.processes import largest
+
 
 class Interrupted(Exception):
     """The run was asked to stop and has saved what it needs to continue.
@@ -67,6 +69,11 @@ class StopRequest:
     def requested(self) -> bool:
         """Whether a signal has come."""
         return self.number is not None
+
+    def agree(self) -> bool:
+        """Whether a signal has come to any process of the training; all processes must ask at the same step."""
+        self.number = largest(self.number or 0) or None
+        return self.requested
 
     def check(self) -> None:
         """Raise Interrupted if a signal has come."""

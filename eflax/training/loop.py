@@ -114,6 +114,8 @@ class Trainer:
             checkpoints.close()
 
     def _check_history(self, name: str, step: int) -> None:
+        if not self.folder.leads:
+            return
         records = [record for record in self.folder.records() if record.get("run") == name]
         logged = [record["step"] for record in records if "loss" in record and record["step"] <= step]
         if logged != list(range(self.record_every, step + 1, self.record_every)):
@@ -140,7 +142,9 @@ class Trainer:
                 state, metrics = train_step(state, next(batches))
                 step += 1
                 pending.append((step, metrics))
-                stopping = self.stop.requested
+                # Several processes must stop at the same step, and asking them is not free.
+                ask = jax.process_count() == 1 or step % self.log_every == 0
+                stopping = ask and self.stop.agree()
                 save = stopping or step % self.checkpoint_every == 0 or step == self.steps
                 due = validate is not None and (step % self.validate_every == 0 or step == self.steps)
                 if save or due or step % self.log_every == 0:

@@ -15,6 +15,7 @@ from typing import Any
 import jax
 
 from eflax.data.download import write_atomically
+from eflax.training.processes import largest, leads
 
 CONFIG, METRICS, LOCK = "config.json", "metrics.jsonl", ".lock"
 PACKAGES = ("eflax", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy")
@@ -40,6 +41,8 @@ class RunFolderError(ValueError):
 class RunFolder:
     """Owner of an output folder with `config.json` and `metrics.jsonl`; use it as a context manager.
 
+    Of several processes (`jax.distributed`) the first reads and writes; for the others there are no records.
+
     Args:
         path: the folder, created if need be.
         config: what the run is, as JSON can hold it. It is written when the run begins; at a resume it must
@@ -58,6 +61,18 @@ class RunFolder:
     ) -> None:
         self.path, self._layouts = path, layouts
         self._log = path / METRICS
+        self.leads = leads()
+        self._lock: int | None = None
+        fault: Exception | None = None
+        try:
+            if self.leads:
+                self._open(path, config, resume)
+        except Exception as error:
+            fault = error
+        if largest(fault is not None):  # all processes stop
+            raise fault or RunFolderError(f"{path}: process 0 cannot use the folder; it says why")
+
+    def _open(self, path: Path, config: Mapping[str, Any], resume: bool) -> None:
         if not resume:
             _refuse_foreign(path)
         self._lock = _hold(path, resume)
@@ -83,10 +98,14 @@ class RunFolder:
 
     def close(self) -> None:
         """Let other processes use the folder."""
-        os.close(self._lock)
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
 
     def append(self, records: Iterable[Record]) -> None:
         """Add records to metrics.jsonl, one line each; returns when they are on disk."""
+        if not self.leads:
+            return
         with self._log.open("a") as stream:
             stream.write("".join(json.dumps(record) + "\n" for record in records))
             stream.flush()
@@ -98,7 +117,8 @@ class RunFolder:
         Raises:
             RunFolderError: another line is not a JSON object, or not of its layout.
         """
-        lines = self._log.read_text(errors="replace").split("\n") if self._log.exists() else [""]
+        there = self.leads and self._log.exists()
+        lines = self._log.read_text(errors="replace").split("\n") if there else [""]
         records = []
         for number, line in enumerate(lines[:-1], start=1):  # what follows the last newline is unfinished
             try:
@@ -112,11 +132,15 @@ class RunFolder:
 
     def keep(self, wanted: Callable[[Record], bool]) -> None:
         """Drop the records that are not `wanted`, and an unfinished last line."""
+        if not self.leads:
+            return
         kept = [json.dumps(record) + "\n" for record in self.records() if wanted(record)]
         write_atomically(self._log, "".join(kept).encode())
 
     def write_table(self, name: str, rows: Sequence[Mapping[str, Any]]) -> None:
         """Write `rows`, which share their keys, as the CSV file `name`."""
+        if not self.leads:
+            return
         with (self.path / name).open("w", newline="") as stream:
             writer = csv.DictWriter(stream, fieldnames=list(rows[0]), lineterminator="\n")
             writer.writeheader()

@@ -83,17 +83,41 @@ def batch_sharding(mesh: Mesh, accumulate: int = 1) -> NamedSharding:
     return NamedSharding(mesh, PartitionSpec(*lead, BATCH))
 
 
+def own_rows(sequences: int, mesh: Mesh, accumulate: int = 1) -> list[int]:
+    """Return which sequences of a batch the devices of this process need, in order; all where it is the only one."""
+    size = sequences // (accumulate * batch_shards(mesh))
+    parts = range(0, sequences, sequences // accumulate)
+    starts = (part + shard * size for part in parts for shard in _own_shards(mesh))
+    return [row for start in starts for row in range(start, start + size)]
+
+
+def _own_shards(mesh: Mesh) -> list[int]:
+    here = jax.process_index()
+    holders = mesh.devices.reshape(batch_shards(mesh), -1)
+    return [
+        shard for shard, devices in enumerate(holders) if any(each.process_index == here for each in devices)
+    ]
+
+
 def place_batch(batch: dict[str, np.ndarray], mesh: Mesh, accumulate: int = 1) -> dict[str, jax.Array]:
-    """Put a batch on the mesh; each process gives its own rows, in the order of processes.
+    """Put a batch on the mesh; each process gives its `own_rows` of it.
 
     With `accumulate`, the rows [B, …] become [accumulate, B / accumulate, …].
     """
-    sharding = batch_sharding(mesh, accumulate)
+    sharding, shards = batch_sharding(mesh, accumulate), _own_shards(mesh)
 
     def place(rows: np.ndarray) -> jax.Array:
-        if accumulate > 1:
-            rows = rows.reshape(accumulate, rows.shape[0] // accumulate, *rows.shape[1:])
-        return jax.make_array_from_process_local_data(sharding, rows)
+        size = rows.shape[0] // (accumulate * len(shards))
+        lead = () if accumulate == 1 else (accumulate,)
+        rows = rows.reshape(*lead, len(shards) * size, *rows.shape[1:])
+        shape = (*lead, batch_shards(mesh) * size, *rows.shape[len(lead) + 1 :])
+
+        def part(index: Any) -> np.ndarray:  # a tuple of slices
+            shard = (index[len(lead)].start or 0) // size
+            at = shards.index(shard) * size
+            return rows[(*index[: len(lead)], slice(at, at + size))]
+
+        return jax.make_array_from_callback(shape, sharding, part)
 
     return {name: place(rows) for name, rows in batch.items()}
 
