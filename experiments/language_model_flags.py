@@ -177,6 +177,9 @@ class Flags:
     # Steps between looks at the loss.
     log_every: Number = 10
 
+    # Write metrics for TensorBoard, too, into the folder events of the run.
+    tensorboard: bool = False
+
     # Print sizes, memory and steps, compile a step, and stop.
     dry_run: bool = False
 

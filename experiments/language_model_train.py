@@ -3,7 +3,7 @@
 import math
 import os
 from collections.abc import Sequence
-from contextlib import ExitStack, redirect_stdout
+from contextlib import ExitStack, closing, redirect_stdout
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -22,6 +22,7 @@ from eflax.data.text_cache import TokenStore, load_tokens
 from eflax.data.tokenizers import Tokenizer, load_tokenizer
 from eflax.models import LanguageModel
 from eflax.training import TRAINING, Diverged, RunFolder, StopRequest, Trainer, adamw
+from eflax.training.events import EventFiles
 from eflax.training.flops import count_parameters, peak_flops, training_flops_per_token
 from eflax.training.processes import first_goes_first, join_processes, leads
 from eflax.training.schedule import warmup_cosine
@@ -47,6 +48,7 @@ NOT_SAVED = (
     "coordinator",
     "process",
     "processes",
+    "tensorboard",
 )
 RECORDS = TRAINING | {
     "validation": {"validation": "text", "nll": "a number", "tokens": "a number"},
@@ -71,11 +73,12 @@ def run(flags: Flags, out: Path, console: Console) -> int:
         raise FlagError("--out: all processes write into one folder; give its path to each")
     try:
         join_processes(flags.coordinator, flags.process, flags.processes)
-    except ValueError as error:
+        events = EventFiles(out / "events") if flags.tensorboard else None
+    except (ValueError, ImportError) as error:
         raise FlagError(str(error)) from error
-    with StopRequest() as stop, ExitStack() as silence:
+    with StopRequest() as stop, ExitStack() as stack:
         if not leads():
-            silence.enter_context(redirect_stdout(silence.enter_context(open(os.devnull, "w"))))
+            stack.enter_context(redirect_stdout(stack.enter_context(open(os.devnull, "w"))))
         with first_goes_first("data"):
             training = Training(flags, console)
         if flags.dry_run:
@@ -84,6 +87,8 @@ def run(flags: Flags, out: Path, console: Console) -> int:
         stop.check()
         with RunFolder(out, training.run_config(), flags.resume is not None, RECORDS) as folder:
             console.print(f"Metrics and checkpoints: {out}")
+            if events is not None:
+                folder.listener = stack.enter_context(closing(events)).write
             with jax.set_mesh(training.mesh):  # kernels are cut as it says
                 return training.train(folder, stop)
 

@@ -4,9 +4,11 @@ import json
 import os
 import shutil
 import signal
+import struct
 
 import numpy as np
 import pytest
+from tensorboardX.proto import event_pb2
 
 from eflax.training import Checkpoints
 from experiments import language_model, language_model_train
@@ -60,6 +62,21 @@ def checksums(out):
     return json.loads((out / "checkpoints" / "model" / "6" / "meta" / "metadata").read_text())["crc32"]
 
 
+def scalars(folder, name):
+    """The values of a scalar by step in event files: frames of length, checksum, protocol buffer, checksum."""
+    found = {}
+    for file in sorted(folder.iterdir()):
+        data, at = file.read_bytes(), 0
+        while at < len(data):
+            (length,) = struct.unpack_from("<Q", data, at)
+            event = event_pb2.Event.FromString(data[at + 12 : at + 12 + length])
+            for value in event.summary.value:
+                if value.tag == name:
+                    found[event.step] = value.simple_value
+            at += length + 16
+    return found
+
+
 def losses(out):
     return [(record["step"], record["loss"]) for record in records(out) if "loss" in record]
 
@@ -87,14 +104,16 @@ def test_a_stopped_and_a_killed_run_end_as_one_that_was_not(run, text, tmp_path,
         return place(*args)
 
     monkeypatch.setattr(language_model_train, "place_batch", place_and_stop)
-    assert train(text, out) == 128 + signal.SIGTERM
+    assert train(text, out, "--tensorboard") == 128 + signal.SIGTERM
     assert max(step for step, _ in losses(out)) == 3
     # A kill leaves what was on disk: metrics beyond the last checkpoint, and half a line.
     shutil.rmtree(out / "checkpoints" / "model" / "3")
     with (out / "metrics.jsonl").open("a") as stream:
         stream.write('{"run": "mod')
-    assert language_model.main(["--resume", str(out), "--cache", str(text / "cache")]) == 0
+    assert language_model.main(["--resume", str(out), "--cache", str(text / "cache"), "--tensorboard"]) == 0
     assert losses(out) == losses(run)
+    assert scalars(out / "events", "model/loss") == pytest.approx(dict(losses(run)))
+    assert [*scalars(out / "events", "model/check.jsonl/nll")] == [3, 6]
     assert checksums(out) == checksums(run)
 
 

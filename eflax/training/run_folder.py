@@ -41,7 +41,8 @@ class RunFolderError(ValueError):
 class RunFolder:
     """Owner of an output folder with `config.json` and `metrics.jsonl`; use it as a context manager.
 
-    Of several processes (`jax.distributed`) the first reads and writes; for the others there are no records.
+    What is set as its `listener` is called with all records that are added. Of several processes (`jax.distributed`)
+    the first reads and writes; for the others there are no records.
 
     Args:
         path: the folder, created if need be.
@@ -63,6 +64,7 @@ class RunFolder:
         self._log = path / METRICS
         self.leads = leads()
         self._lock: int | None = None
+        self.listener: Callable[[list[Record]], None] = lambda records: None
         fault: Exception | None = None
         try:
             if self.leads:
@@ -106,10 +108,12 @@ class RunFolder:
         """Add records to metrics.jsonl, one line each; returns when they are on disk."""
         if not self.leads:
             return
+        records = list(records)
         with self._log.open("a") as stream:
             stream.write("".join(json.dumps(record) + "\n" for record in records))
             stream.flush()
             os.fsync(stream.fileno())
+        self.listener(records)
 
     def records(self) -> list[Record]:
         """Return the records of metrics.jsonl; a last line that a killed process left unfinished is not one.
