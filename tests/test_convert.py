@@ -150,6 +150,7 @@ REFUSED = {  # kind, change of config.json, change of the tensors, message
         "'attnres_block_size' is 4, .* --ignore",
     ),
     "size": ("delta_net", {"num_heads": "2"}, None, "'num_heads' is '2' and must be a positive whole number"),
+    "epsilon": ("delta_net", {"norm_eps": -1}, None, "'norm_eps' is -1.0 and must be a positive number"),
     "part of an entry": ("delta_net", {"expand_k": 0.3}, None, "'expand_k' is 0.3: .* are no whole number"),
     "hybrid": ("delta_net", {"attn": {"layers": [5], "num_heads": 2}}, None, "'attn' has the layer 5"),
     "no layer count": ("delta_net", {"num_hidden_layers": None}, None, "'num_hidden_layers' is missing"),
@@ -234,6 +235,17 @@ def damaged(tmp_path, how):
 def test_damaged_folders_are_refused(how, message, tmp_path):
     with pytest.raises(ConversionError, match=message):
         import_folder(damaged(tmp_path, how), tmp_path / "ours")
+
+
+def test_the_wrong_direction_is_named(tmp_path):
+    theirs = fla_models.write(tmp_path / "theirs", fla_models.config("transformer"), {})
+    save_model(own_model(), tmp_path / "ours")
+    with pytest.raises(ConversionError, match="has the layout of Hugging Face; import it"):
+        export_folder(theirs, tmp_path / "out")
+    with pytest.raises(ConversionError, match="is a folder of ours, which is exported"):
+        import_folder(tmp_path / "ours", tmp_path / "out")
+    with pytest.raises(ConversionError, match=r"holds no model: there is no config\.json"):
+        export_folder(tmp_path, tmp_path / "out")
 
 
 def test_nothing_half_written_is_left(tmp_path, monkeypatch):

@@ -73,6 +73,8 @@ def import_folder(
     """
     check_new(out)
     values = read_json(source / CONFIG)
+    if "model_type" not in values and "config" in values:
+        raise ConversionError(f"{source} is a folder of ours, which is exported; see eflax.convert --help")
     config = read_config(values, ignored)
     if tokenizer is None:
         tokenizer = next((str(source / name) for name in TOKENIZERS if (source / name).is_file()), None)

@@ -14,6 +14,7 @@ from flax import nnx
 from jaxtyping import PyTree
 
 from eflax.convert.errors import ConversionError
+from eflax.convert.tensors import read_json
 from eflax.models import LanguageModel, LanguageModelConfig
 from eflax.models.configs import BlockConfig
 from eflax.training import CheckpointError, Checkpoints, RunFolder, adamw, initial_state, read_config
@@ -98,6 +99,12 @@ def read_source(folder: Path) -> Source:
     Raises:
         RunFolderError, ConversionError: it holds no language model, or its config.json is damaged.
     """
+    if not (folder / CONFIG).is_file():
+        raise ConversionError(f"{folder} holds no model: there is no {CONFIG}")
+    if "model_type" in read_json(folder / CONFIG):
+        raise ConversionError(
+            f"{folder} has the layout of Hugging Face; import it, as eflax.convert --help tells"
+        )
     values = read_config(folder)
     kind = values.get("experiment")
     if kind not in (IMPORTED, TRAINED):

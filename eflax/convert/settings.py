@@ -51,10 +51,13 @@ class Settings:
         value = self._values.get(key)
         value = default if value is None else value
         if kind is float and type(value) is int:
-            value = float(value)
-        if type(value) is not kind or (kind is int and isinstance(value, int) and value < 1):
+            value = float(value)  # as JSON written by others may have it
+        counts = isinstance(value, int | float) and kind is not bool
+        if type(value) is not kind or (counts and not (math.isfinite(value) and value > 0)):
             found = "missing" if value is None else repr(value)
-            what = {int: "a positive whole number", float: "a number"}.get(kind, f"a {kind.__name__}")
+            what = {int: "a positive whole number", float: "a positive number"}.get(
+                kind, f"a {kind.__name__}"
+            )
             raise ConversionError(f"config.json: {key!r} is {found} and must be {what}")
         return value
 
