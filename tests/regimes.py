@@ -26,7 +26,7 @@ class Shape(NamedTuple):
 BASE = Shape()
 TAILS = tuple(Shape(T=T, B=1, HV=2, K=12, V=8) for T in (1, 17))  # one token, one more than a chunk; K > V
 LONG = Shape(
-    T=200, B=5, H=4, HV=8, K=6, V=5, chunk_size=64
+    T=136, B=6, H=4, HV=8, K=4, V=3, chunk_size=64
 )  # chunks of 64, a ragged tail, more heads and rows than `chunkwise` works on at once
 
 

@@ -65,7 +65,7 @@ print("equal")
 
 def test_sharded_batch_and_heads_equal_one_device():
     """In a process of its own, since the number of host devices is fixed when JAX starts."""
-    flags = "--xla_force_host_platform_device_count=2 --xla_backend_optimization_level=0"
+    flags = f"--xla_force_host_platform_device_count=2 {os.environ['XLA_FLAGS']}"
     environment = os.environ | {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"}
     done = subprocess.run(
         [sys.executable, "-c", SCRIPT],

@@ -20,7 +20,7 @@ from eflax.training.step import adamw, decay_mask
 
 def test_a_step_is_the_same_on_every_mesh():
     """In a process of its own, since the number of host devices is fixed when JAX starts."""
-    flags = "--xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0"
+    flags = f"--xla_force_host_platform_device_count=8 {os.environ['XLA_FLAGS']}"
     root = Path(__file__).parent
     environment = os.environ | {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(root.parent)}
     command = [sys.executable, str(root / "mesh_run.py")]
