@@ -48,7 +48,7 @@ class Settings:
             ConversionError: it is of another kind, or there is none where there must be one.
         """
         self._seen.add(key)
-        value = self._values.get(key)
+        value: Any = self._values.get(key)
         value = default if value is None else value
         if kind is float and type(value) is int:
             value = float(value)  # as JSON written by others may have it
