@@ -32,7 +32,7 @@ class Case(NamedTuple):
 
 # Two chunks of two programs; two groups of channels, and entries and channels that fill no register.
 TABLE = [
-    Case("random", "float32", (33, 1, 16, 130), True, {"LONGEST": 32, "REGISTERS": 2, "WIDEST": 128}),
+    Case("random", "float32", (33, 1, 16, 130), True, {"LONGEST": 32, "REGISTERS": 2, "LARGEST": 2048}),
     Case("strong_decay_every_fifth", "bfloat16", (20, 1, 12, 150), False, {"REGISTERS": 2}),
 ]
 
@@ -110,5 +110,5 @@ def test_scan_is_lowered_for_tpus(kind, form, whole):
 def test_little_is_padded(width, entries):
     sizes = choose_sizes(8192, width, entries)
     padded = sizes["programs"] * sizes["groups"] * sizes["tiles"] * LANES
-    assert width <= padded < width + LANES * sizes["programs"] * (1 + sizes["groups"])
+    assert width <= padded <= max(LANES, 1.25 * width)
     assert entries <= sizes["entries"] < entries + 8

@@ -44,7 +44,7 @@ coefficients and decay sums are float32, or float64 where any input is (which JA
   inputs of any 16- or 32-bit dtype and N ≤ 64, and keeps a state for 16 tokens.
   "pallas_tpu" needs q, k and v all in bfloat16 or all in float32, keys and values of at most 256 entries, and float32
   states; it is differentiable once, in reverse. Up to 8 tokens it is one kernel, as on GPUs, of states of any size.
-  selective_ssm's takes bfloat16 and float32 and N ≤ 256, and keeps a state for 128 tokens.
+  selective_ssm's takes bfloat16 and float32 and N ≤ 256, and keeps a state for 64 tokens.
 - `chunk_size` C of the chunkwise form: changes cost, not results.
 - `q = None` reads nothing out: o is None and only the final state is computed. A last read-out is then
   `cell.read(final_state, q_last)`.

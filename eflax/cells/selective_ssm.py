@@ -76,7 +76,7 @@ class SelectiveSSM:
 
         C = None reads nothing out (y is None). Other arguments and errors: see `eflax.cells`. Memory: `associative`
         holds [B, T, D, N]; `chunkwise` holds one chunk of that and, for the backward pass, one state per chunk;
-        `pallas_gpu` one state per 16 tokens, `pallas_tpu` one per 128.
+        `pallas_gpu` one state per 16 tokens, `pallas_tpu` one per 64.
         """
         axes = checks.Axes()
         axes.bind("x", x, "B T D")

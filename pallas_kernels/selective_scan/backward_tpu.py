@@ -21,12 +21,13 @@ from jax.experimental.pallas import tpu as pltpu
 from pallas_kernels.selective_scan.walk_tpu import (
     BLOCK,
     HALF,
+    LANES,
     Columns,
     Plan,
     Rows,
-    add_sums,
     each_token,
     kinds,
+    put_sums,
 )
 from pallas_kernels.walk_tpu import Task, run
 
@@ -156,17 +157,17 @@ def _forward_again(plan: Plan, refs: dict[str, Any], s: Scratch, columns: Column
             s.past[t] = h
             h = jnp.exp2(plan.row(s.steps, t) * exponents) * h + plan.row(s.written, t) * columns.b(t)
             if plan.reads:
-                dc = add_sums(dc, t, h * plan.row(s.dy, t))
+                dc = put_sums(dc, turn, j, h * plan.row(s.dy, t))
             pl.when(j == HALF // 2)(lambda: stage(turn, True))
             return h, dc
 
         stage(turn, False)
         return each_token(plan, token, carried)
 
-    dc = refs["dc"][...] if plan.reads else None
-    _, dc = lax.fori_loop(0, plan.tokens // BLOCK, block, (refs["states"][:, lanes], dc))
-    if dc is not None:
-        refs["dc"][...] = dc
+    table = jnp.zeros((plan.entries, LANES), jnp.float32) if plan.reads else None
+    _, table = lax.fori_loop(0, plan.tokens // BLOCK, block, (refs["states"][:, lanes], table))
+    if table is not None:
+        refs["dc"][...] += table
 
 
 def _gradients(plan: Plan, refs: dict[str, Any], s: Scratch, columns: Columns, lanes: Any) -> None:
@@ -190,7 +191,7 @@ def _gradients(plan: Plan, refs: dict[str, Any], s: Scratch, columns: Columns, l
             dt = plan.row(s.steps, t)
             if plan.reads:
                 dh = dh + plan.row(s.dy, t) * columns.c(t)
-            db = add_sums(db, t, dh * plan.row(s.written, t))
+            db = put_sums(db, turn, j, dh * plan.row(s.written, t))
             du.put(j, dh * columns.b(t))
             dh = jnp.exp2(dt * exponents) * dh
             if plan.packed:
@@ -204,5 +205,7 @@ def _gradients(plan: Plan, refs: dict[str, Any], s: Scratch, columns: Columns, l
         put(turn, False)
         return carried
 
-    carried = s.dstate[:, lanes], s.da[:, lanes], refs["db"][...]
-    s.dstate[:, lanes], s.da[:, lanes], refs["db"][...] = lax.fori_loop(0, blocks, block, carried)
+    table = jnp.zeros((plan.entries, LANES), jnp.float32)
+    carried = s.dstate[:, lanes], s.da[:, lanes], table
+    s.dstate[:, lanes], s.da[:, lanes], table = lax.fori_loop(0, blocks, block, carried)
+    refs["db"][...] += table

@@ -17,12 +17,12 @@ from jax.experimental.pallas import tpu as pltpu
 from pallas_kernels.walk_tpu import Kind
 
 LANES, SUBLANES = 128, 8  # of a vector register
-LONGEST = LANES  # tokens of a chunk: what depends on tokens alone has them on lanes
+LONGEST = 64  # tokens of a chunk: what is kept of them stays within the fast memory of every TPU
 SPREAD, PARTS = 32, 4  # tokens, and numbers a token, that stand side by side
 BLOCK = 32  # tokens of a loop's body
 HALF = BLOCK // 2  # rows of 16 bits in a register
 REGISTERS = 8  # for the states of a group, of 64
-WIDEST = 2048  # channels of a program
+LARGEST = 2**15  # entries of the states of a program
 UNASKED = 16 * 2**20  # bytes of fast memory
 PITCH = (
     SUBLANES + 1
@@ -62,7 +62,7 @@ class Plan:
     def columns(self) -> int:
         """Rows of the array of what depends on tokens alone: B, C, and whether the state is zeroed."""
         rows = self.entries * (1 + self.reads) + SUBLANES * self.packed
-        return -(-rows // BLOCK) * BLOCK
+        return -(-rows // HALF) * HALF
 
     @property
     def memory(self) -> int | None:
@@ -90,19 +90,24 @@ class Plan:
 
 
 def choose_sizes(time: int, width: int, entries: int) -> dict[str, int]:
-    """Sizes of a plan: the largest that fit, and equal among each other, so that little is padded."""
+    """Sizes of a plan: as large as they may be, and equal among each other, so that little is padded."""
     tokens = min(LONGEST, -(-time // SPREAD) * SPREAD)
     registers, tiles = -(-entries // SUBLANES), -(-width // LANES)
-    groups = -(-tiles // max(1, REGISTERS // registers))
-    tiles = -(-tiles // groups)
-    programs = -(-groups // max(1, WIDEST // (tiles * LANES)))
+    all_groups = -(-tiles // max(1, REGISTERS // registers))
+    tiles = -(-tiles // all_groups)
+    most = max(1, LARGEST // (tiles * LANES * registers * SUBLANES))
+
+    def cost(groups: int) -> int:  # what a program does for all its groups takes as long as half a group
+        return -(-all_groups // groups) * (2 * groups + 1)
+
+    groups = min(range(1, most + 1), key=cost)
     return {
         "tokens": tokens,
         "chunks": -(-time // tokens),
         "entries": registers * SUBLANES,
         "tiles": tiles,
-        "groups": -(-groups // programs),
-        "programs": programs,
+        "groups": groups,
+        "programs": -(-all_groups // groups),
     }
 
 
@@ -217,11 +222,11 @@ def each_token(plan: Plan, body: Callable[[Any, Any], Any], carried: Any, *, rev
     return carried
 
 
-def add_sums(table: Array, t: Any, x: Array) -> Array:
-    """Add the sums over channels of [N, W] to token t's column of a table [N, 128]."""
+def put_sums(table: Array, block: Any, j: Any, x: Array) -> Array:
+    """Put the sums over channels of [N, W] of token j of a block in its column of a table [N, tokens on lanes]."""
     tiles = _sum([x[:, i : i + LANES] for i in range(0, x.shape[1], LANES)])
-    lane = lax.broadcasted_iota(jnp.int32, table.shape, 1)
-    return jnp.where(lane == t, table + jnp.sum(tiles, axis=1, keepdims=True), table)
+    lane = lax.broadcasted_iota(jnp.int32, table.shape, 1) - block * BLOCK
+    return jnp.where(lane == j, jnp.sum(tiles, axis=1, keepdims=True), table)
 
 
 def _sum(terms: Sequence[Array]) -> Array:
