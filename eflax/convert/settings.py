@@ -48,12 +48,10 @@ class Settings:
             ConversionError: it is of another kind, or there is none where there must be one.
         """
         self._seen.add(key)
-        value: Any = self._values.get(key)
-        value = default if value is None else value
+        value: Any = default if self._values.get(key) is None else self._values[key]
         if kind is float and type(value) is int:
             value = float(value)  # as JSON written by others may have it
-        counts = isinstance(value, int | float) and kind is not bool
-        if type(value) is not kind or (counts and not (math.isfinite(value) and value > 0)):
+        if type(value) is not kind or (kind in (int, float) and not 0 < value < math.inf):
             found = "missing" if value is None else repr(value)
             what = {int: "a positive whole number", float: "a positive number"}.get(
                 kind, f"a {kind.__name__}"
