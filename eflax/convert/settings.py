@@ -51,7 +51,8 @@ class Settings:
         value: Any = default if self._values.get(key) is None else self._values[key]
         if kind is float and type(value) is int:
             value = float(value)  # as JSON written by others may have it
-        if type(value) is not kind or (kind in (int, float) and not 0 < value < math.inf):
+        bad = type(value) in (int, float) and not 0 < value < math.inf
+        if bad or type(value) is not kind:
             found = "missing" if value is None else repr(value)
             what = {int: "a positive whole number", float: "a positive number"}.get(
                 kind, f"a {kind.__name__}"
