@@ -150,7 +150,7 @@ for n, (i, j) in enumerate(swaps):
     swapped[[i, j]] = swapped[[j, i]]
     assert same(mirror(jnp.asarray(swap_keys[n])), swapped)
 
-games, turns = 512, 1024
+games, turns = 64, 512
 choice = rng.integers(0, 10, (games, turns))
 order = np.tile(np.arange(5), (games, 1))
 answers = np.zeros((games, turns, 5), int)  # (S_tᵀ q)_i = q[answers_i]
@@ -190,7 +190,7 @@ figure.tight_layout()
 plt.show()
 
 # %% [markdown]
-# The mirror itself makes no error in a thousand swaps, even in float32. But a layer must *learn* the eigenvalue, and
+# The mirror itself makes no error in five hundred swaps, even in float32. But a layer must *learn* the eigenvalue, and
 # the number of tokens over which it can be trusted grows only as it comes close to $-1$. At $\beta = 1$, the largest
 # step of the usual DeltaNet, a "swap" averages the two entries instead, and all is lost at once.
 #

@@ -168,7 +168,7 @@ def examples(count, length):
     return jnp.asarray(bits, jnp.int32), jnp.asarray(bits.cumsum(axis=1) % 2, jnp.int32)
 
 
-STEPS, BATCH, TRAINED, ASKED = 200, 64, 8, 32
+STEPS, BATCH, TRAINED, ASKED = 200, 32, 8, 32
 data = [x.reshape(STEPS, BATCH, TRAINED) for x in examples(STEPS * BATCH, TRAINED)]
 questions, truth = examples(256, ASKED)
 optimizer = optax.adamw(3e-3)
