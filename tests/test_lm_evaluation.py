@@ -1,6 +1,8 @@
 """Generation and scoring: equal to the whole forward pass, whatever the batch, the chunks and the padding."""
 
 import dataclasses
+import json
+import warnings
 
 import jax
 import jax.numpy as jnp
@@ -99,3 +101,50 @@ def test_what_cannot_be_generated_or_scored_is_told(model):
         Scorer(attention, length=128)
     with pytest.raises(ValueError, match="firsts: 3 is no index"):
         Scorer(model)([[1, 2]], [3])
+
+
+def test_tasks_of_the_harness_score_local_rows(model, log_probabilities, tmp_path, monkeypatch):
+    """Rows in the hub's columns, through the harness's own descriptions of its tasks, without network."""
+    import datasets
+    from lm_eval import evaluator
+    from lm_eval.tasks import TaskManager
+
+    from eflax.data.tokenizers import load_tokenizer
+    from eflax.evaluation.lm_eval_adapter import HarnessModel, write_local_tasks
+
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    lambada = [{"text": text} for text in ("a stone by the sea", "we saw it fall", "the rain in spain")]
+    piqa = [
+        {"goal": "Open a jar", "sol1": "Turn the lid.", "sol2": "Turn the glass.", "label": 0},
+        {"goal": "Dry a cup", "sol1": "Fill it with tea.", "sol2": "Use a towel.", "label": 1},
+    ]
+    for name, rows in (("lambada_openai", lambada), ("piqa", piqa)):
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    names = write_local_tasks(tmp_path / "tasks", tmp_path)
+    assert names == ["lambada_openai", "piqa"]
+    tokenizer = load_tokenizer("bytes")
+    manager = TaskManager(include_path=str(tmp_path / "tasks"), include_defaults=False)
+    harness = HarnessModel(model, tokenizer, batch_size=2, length=64)
+    with jax.numpy_rank_promotion("allow"), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the harness's own
+        found = evaluator.simple_evaluate(harness, tasks=names, task_manager=manager, bootstrap_iters=0)
+
+    def likelihood(context, answer):
+        before, after = tokenizer.encode(context), tokenizer.encode(answer)
+        table = log_probabilities([tokenizer.bos, *before, *after])[len(before) : -1]
+        return sum(table[np.arange(len(after)), after]), table.argmax(-1).tolist() == after
+
+    answers = [
+        likelihood(*(text[: (at := text.rindex(" "))], text[at:])) for text in (r["text"] for r in lambada)
+    ]
+    samples = found["samples"]["lambada_openai"]
+    scored = {sample["doc"]["text"]: sample["filtered_resps"][0] for sample in samples}
+    for row, (log_likelihood, greedy) in zip(lambada, answers, strict=True):
+        np.testing.assert_allclose(scored[row["text"]][0], log_likelihood, rtol=1e-4)
+        assert scored[row["text"]][1] == greedy
+    chosen = []
+    for row in piqa:
+        context = f"Question: {row['goal']}\nAnswer:"
+        choices = [likelihood(context, f" {row[name]}")[0] for name in ("sol1", "sol2")]
+        chosen.append(np.argmax(choices) == row["label"])
+    assert found["results"]["piqa"]["acc,none"] == np.mean(chosen)
