@@ -7,7 +7,7 @@ import lzma
 import numpy as np
 import pytest
 
-from eflax.data import DataError
+from eflax.data import DataError, text_cache
 from eflax.data.packing import Windows, text_batches
 from eflax.data.text_cache import load_tokens
 from eflax.data.text_sources import read_documents
@@ -116,8 +116,16 @@ def test_cache_holds_all_documents_and_is_made_once(store, tmp_path):
     before = (made / "meta.json").stat().st_mtime_ns
     again = load_tokens(str(tmp_path / "data.jsonl"), BYTES, tmp_path / "cache")
     assert again.fingerprint == store.fingerprint and (made / "meta.json").stat().st_mtime_ns == before
-    parallel = load_tokens(str(tmp_path / "data.jsonl"), BYTES, tmp_path / "other", max_tokens=20)
-    assert len(parallel.starts) == 2
+    few = load_tokens(str(tmp_path / "data.jsonl"), BYTES, tmp_path / "other", max_tokens=20)
+    assert len(few.starts) == 2
+
+
+def test_processes_that_tokenise_together_keep_the_order(store, tmp_path, monkeypatch):
+    monkeypatch.setattr(text_cache, "BATCH", 1)
+    source = str(tmp_path / "data.jsonl")
+    parallel = load_tokens(source, BYTES, tmp_path / "other", workers=2)
+    assert parallel.fingerprint == store.fingerprint
+    np.testing.assert_array_equal(parallel.tokens, store.tokens)
 
 
 @pytest.mark.parametrize("damage", ["cut", "flip", "meta"])

@@ -135,6 +135,18 @@ def test_divergence_stops_with_the_last_good_checkpoint(tmp_path, poison):
     assert Checkpoints(tmp_path / "run" / "checkpoints" / "tiny").latest_step() == 8
 
 
+def test_a_loss_above_the_limit_is_divergence(tmp_path):
+    def wrapper(step):
+        def exploding(state, batch):
+            state, metrics = step(state, batch)
+            return state, metrics | {"loss": metrics["loss"] + 100}
+
+        return exploding
+
+    with pytest.raises(Diverged, match=r"step 1: loss is 10.*, above 50"):
+        train(tmp_path / "run", 20, wrapper, loss_limit=50.0)
+
+
 def test_parameters_that_are_not_finite_are_not_saved(tmp_path):
     def wrapper(step):
         def poisoned(state, batch):
