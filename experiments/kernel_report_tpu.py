@@ -1,7 +1,8 @@
 """Compile the TPU kernels for several generations of TPUs, on any machine, and report what each takes.
 
 `python -m experiments.kernel_report_tpu` writes the table; `--check` compares with it. Needs the extra `tpu`, no TPU.
-A TPU core starts one bundle of instructions per cycle, so scheduled bundles are cycles, but for waits on memory.
+A TPU core starts one bundle of instructions per cycle, so scheduled bundles are cycles, but for waits on memory. Bodies
+of loops count as often as they run; what stands before and after a program's steps counts once, as if of one step.
 """
 
 import os
@@ -21,48 +22,28 @@ os.environ.update(
 import atexit
 import itertools
 import json
+import math
 import re
 import shutil
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
 import jax
-import jax.numpy as jnp
 import tyro
 from jax.experimental import topologies
 from jax.sharding import AbstractDevice, AbstractMesh, SingleDeviceSharding
 from rich.console import Console
 
-from experiments import kernel_table
-from pallas_kernels.rank_one.backward_tpu import backward
-from pallas_kernels.rank_one.forward_tpu import forward
-from pallas_kernels.rank_one.layout import CHUNK
-from pallas_kernels.rank_one.tiles_tpu import Plan
-from pallas_kernels.rank_one.tpu import make_plan
+from experiments import kernel_launches_tpu, kernel_table
 
 LISTINGS = Path(os.environ["LIBTPU_INIT_ARGS"].split()[0].partition("=")[2])
 atexit.register(shutil.rmtree, LISTINGS)
 TABLE = Path(__file__).parent / "results" / "kernels" / "tpu-static.csv"
-BATCH, TIME, HEADS = 4, 8192, 16
 TOPOLOGIES = {"v5e": "v5e:2x2", "v6e": "v6e:2x2", "tpu7x": "tpu7x:2x2x1"}
-ALL = "erases decays packed"
-# Data type, K, V, features.
-CONFIGURATIONS = [
-    ("bfloat16", 128, 128, ""),
-    ("bfloat16", 128, 128, "decays"),
-    ("bfloat16", 128, 128, "erases"),
-    ("bfloat16", 128, 128, "erases decays"),
-    ("bfloat16", 128, 128, ALL),
-    ("bfloat16", 64, 64, "erases decays"),
-    ("bfloat16", 256, 256, "erases decays"),
-    ("float32", 128, 128, ALL),
-    ("float32", 64, 128, "erases"),
-]
-KERNELS = ("forward", "forward_residuals", "backward")
+NAMES = ("rank_one", "selective_scan")  # of kernels, in part
 SLACK = 0.02  # schedules are the same on every machine; this is for small edits
 
 
@@ -73,14 +54,16 @@ class Row:
     tpu: str
     kernel: str
     dtype: str
-    key_dim: int
-    value_dim: int
+    key_dim: int  # of scans N
+    value_dim: int  # of scans D
     features: str
-    bundles: int = 0  # scheduled, for one chunk of 64 tokens and one value head
+    # Scheduled, for 64 tokens and one value head; of scans for 64 tokens and 128 channels; of decoding for one token
+    # and one head.
+    bundles: int = 0
     mxu: int = 0  # slots of matrix units in these bundles
     valu: int = 0  # of vector units
     xlu: int = 0  # of units that move data across lanes
-    spill_stores: int = 0  # vector registers stored for want of registers, by chunk and head
+    spill_stores: int = 0  # vector registers stored for want of registers
     vmem: int = 0  # KiB of fast memory: buffers of blocks, the state, spills
     seconds: float = 0.0  # of one core, to lower and compile
 
@@ -131,29 +114,8 @@ def main() -> int:
 
 def rows() -> Iterator[Row]:
     """Every kernel in every configuration, not compiled yet."""
-    for tpu, configuration, kernel in itertools.product(TOPOLOGIES, CONFIGURATIONS, KERNELS):
-        yield Row(tpu, kernel, *configuration)
-
-
-def launch(row: Row) -> tuple[Plan, Any, tuple]:
-    """The plan of a row's kernel, the function and its arguments' shapes."""
-
-    def array(*shape: int, dtype: Any = row.dtype) -> Any:
-        return jax.ShapeDtypeStruct(shape, dtype)
-
-    k, v = (array(BATCH, TIME, HEADS, width) for width in (row.key_dim, row.value_dim))
-    gate = array(BATCH, TIME, HEADS, dtype=jnp.float32)
-    given: Any = {name: gate if name in row.features else None for name in ("erases", "decays", "packed")}
-    plan = make_plan(k, k, v, given["erases"], given["decays"], given["packed"], row.key_dim**-0.5)
-    k, v = (array(BATCH, TIME, HEADS * width) for width in (row.key_dim, row.value_dim))
-    gates = array(BATCH, HEADS, plan.chunks, plan.gate_rows, CHUNK, dtype=jnp.float32)
-    state = array(BATCH, HEADS, row.key_dim, row.value_dim, dtype=jnp.float32)
-    if row.kernel != "backward":
-        residuals = row.kernel == "forward_residuals"
-        return plan, partial(forward, plan=plan, residuals=residuals), (k, k, v, gates, state)
-    inverse = array(BATCH, plan.chunks, CHUNK, HEADS * CHUNK) if plan.erases else None
-    states = array(BATCH, plan.chunks, HEADS, row.key_dim, row.value_dim)
-    return plan, partial(backward, plan=plan), (k, k, v, v, v, gates, inverse, states, state)
+    for tpu, kernel in itertools.product(TOPOLOGIES, kernel_launches_tpu.kernels()):
+        yield Row(tpu, *kernel)
 
 
 def compiled(row: Row, device: Any) -> Row:
@@ -161,27 +123,26 @@ def compiled(row: Row, device: Any) -> Row:
     start = time.process_time()
     abstract = AbstractDevice(device_kind=device.device_kind, num_cores=1, platform="tpu")
     with jax.sharding.use_abstract_mesh(AbstractMesh((), (), abstract_device=abstract)):
-        plan, function, arguments = launch(row)
+        launch = kernel_launches_tpu.launch(*row.key[1:])
     placed = jax.tree.map(
-        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=SingleDeviceSharding(device)), arguments
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=SingleDeviceSharding(device)),
+        launch.arguments,
     )
-    jax.jit(function).trace(*placed).lower(lowering_platforms=("tpu",)).compile()
+    jax.jit(launch.function).trace(*placed).lower(lowering_platforms=("tpu",)).compile()
     seconds = time.process_time() - start
-    kernel = "*rank_one*"
-    (count,) = re.findall(
-        r"total scheduled bundles:\s+(\d+)", _only(f"{kernel}schedule-analysis_final_bundles.txt")
-    )
-    slots = utilization(_only(f"{kernel}final_hlo-static-per-bundle-utilization.txt"))
-    vmem = fast_memory(_only("*vmem_report.html"))
+    weights = runs(_only("final_bundles.txt", without="schedule-analysis"), launch.trips)
+    slots = utilization(_only("final_hlo-static-per-bundle-utilization.txt"), weights)
+    (report,) = LISTINGS.glob("*vmem_report.html")
+    vmem = fast_memory(report.read_text())
     for path in LISTINGS.iterdir():
         path.unlink()
 
     def each(total: int) -> int:
-        return round(total / plan.heads)
+        return round(total / launch.units)
 
     return replace(
         row,
-        bundles=each(int(count)),
+        bundles=each(sum(weights)),
         mxu=each(slots["MXU"]),
         valu=each(slots["VALU"]),
         xlu=each(slots["XLU"]),
@@ -191,12 +152,35 @@ def compiled(row: Row, device: Any) -> Row:
     )
 
 
-def utilization(listing: str) -> dict[str, int]:
-    """Of a listing of the units that each bundle uses, the sum by unit."""
+def runs(listing: str, trips: tuple[int, ...]) -> list[int]:
+    """Of a listing of bundles, how often each runs in a step, given how often the loops in it do, in their order.
+
+    A line is an address, LB where a loop begins, as many > as loops it is in, the outermost that of all steps, and the
+    instructions in braces; an empty bundle is where the one before it is.
+    """
+    lines = re.findall(r"^ *(?:0x[0-9a-f]+|0) +(LB)?:?[^{\n]*?:?((?: *>)*) *(\{\}?)", listing, re.MULTILINE)
+    left, weights, within, depth = list(trips), [], [], 0
+    for label, arrows, instructions in lines:
+        depth = depth if instructions == "{}" else arrows.count(">")
+        if label:
+            within = [*within[: depth - 1], left.pop(0) if depth > 1 else 1]
+        weights.append(math.prod(within[:depth]))
+    if left:
+        raise ValueError(
+            f"the listing has {len(left)} loops fewer than the kernel; the compiler unrolled some"
+        )
+    return weights
+
+
+def utilization(listing: str, weights: list[int]) -> dict[str, int]:
+    """Of a listing of the units that each bundle uses, the sum by unit, bundles counting by their weights."""
     units = [name.strip() for name in listing.splitlines()[1].split(",")]
     lines = listing.split("== UTILIZATION:")[1].split("==")[0].splitlines()
     counts = [list(map(int, line.split())) for line in lines if re.fullmatch(r"\s*\d[\d ]*", line)]
-    return {name: sum(line[i] for line in counts) for i, name in enumerate(units)}
+    return {
+        name: sum(line[i] * weight for line, weight in zip(counts, weights, strict=True))
+        for i, name in enumerate(units)
+    }
 
 
 def fast_memory(report: str) -> int:
@@ -207,12 +191,18 @@ def fast_memory(report: str) -> int:
             "the compiler's report on fast memory has no data; this libtpu writes another format"
         )
     breakdown = json.loads(found[1])["hlo_breakdowns"]
-    (size,) = (entry["total_size"] for name, entry in breakdown.items() if "rank_one" in name)
+    (size,) = (
+        entry["total_size"] for name, entry in breakdown.items() if any(part in name for part in NAMES)
+    )
     return size
 
 
-def _only(pattern: str) -> str:
-    (path,) = LISTINGS.glob(pattern)
+def _only(ending: str, without: str = " ") -> str:
+    """The one listing of the kernel that ends like this."""
+    found = [
+        path for name in NAMES for path in LISTINGS.glob(f"*{name}*{ending}") if without not in path.name
+    ]
+    (path,) = found
     return path.read_text()
 
 
