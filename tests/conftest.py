@@ -33,6 +33,14 @@ jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config, log):
+    """Leave neighbours on one worker, where they share runs and programs, until the other one is idle."""
+    from xdist.scheduler import WorkStealingScheduling
+
+    return WorkStealingScheduling(config, log)
+
+
 def pytest_collection_finish():
     """Leave what was imported to itself, and look for garbage less often: tracing makes millions of objects."""
     gc.collect()
