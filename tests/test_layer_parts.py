@@ -1,11 +1,15 @@
 """The shared parts, each against its definition."""
 
+from unittest import mock
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
 
+from eflax.cells import tiles
+from eflax.cells.numerics import squared_norm
 from eflax.layers import DecayGate, RMSNorm, ShortConvolution, elu_plus_one, fan_in_uniform, l2_normalize
 
 NORMAL = np.random.default_rng(0).standard_normal
@@ -20,6 +24,16 @@ def test_unit_keys_in_bfloat16_are_unit():
 def test_the_gradient_of_a_zero_key_is_finite():
     gradient = jax.grad(lambda k: jnp.sum(l2_normalize(k)))(jnp.zeros(8))
     np.testing.assert_allclose(gradient, 1e3, rtol=1e-5)
+
+
+def test_norms_of_heads_are_the_same_on_the_tiles_of_a_tpu():
+    x = jnp.asarray(NORMAL((2, 16, 3, 128)), jnp.float32)
+    for norm in (l2_normalize, RMSNorm(128, rngs=nnx.Rngs(0)), squared_norm):
+        with mock.patch.object(tiles, "device_kind", lambda: "TPU v5 lite"):
+            traced = jax.make_jaxpr(norm)(x)
+            found = norm(x)
+        assert "2,2,3,8,128" in str(traced)
+        np.testing.assert_allclose(found, norm(x), rtol=1e-6)
 
 
 def test_elu_plus_one_keeps_small_positives():

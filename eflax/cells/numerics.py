@@ -9,6 +9,8 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jaxtyping import Float
 
+from eflax.cells.tiles import per_head
+
 LOW_PRECISION = (jnp.bfloat16, jnp.float16)
 
 
@@ -113,7 +115,7 @@ def truncated_phi(x: Float[Array, "..."], order: int) -> Float[Array, "..."]:
 
 def squared_norm(k: Float[Array, "*axes K"]) -> Float[Array, "*axes"]:
     """λ = ‖k‖²."""
-    return jnp.sum(k * k, axis=-1)
+    return per_head(lambda k: jnp.sum(k * k, axis=-1), k)
 
 
 @jax.custom_jvp

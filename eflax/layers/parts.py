@@ -14,6 +14,7 @@ from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
 from eflax.cells.checks import check_count, check_float_type
+from eflax.cells.tiles import per_head
 
 # PyTorch's default for linear layers and convolutions, uniform ±1/sqrt(fan_in), as in the code that the
 # layers follow. For EFLA it is more than taste: keys are raw, so it decides λ = |k|² at the start. With the
@@ -46,8 +47,12 @@ def l2_normalize(x: Float[Array, "... K"], epsilon: float = 1e-6) -> Float[Array
 
     The gradient is finite at zero: x = 0 gives 0 with the derivative 1/sqrt(epsilon).
     """
-    y = x.astype(jnp.float32)
-    return (y * jax.lax.rsqrt(jnp.sum(y * y, axis=-1, keepdims=True) + epsilon)).astype(x.dtype)
+
+    def normalized(x: Array) -> Array:
+        y = x.astype(jnp.float32)
+        return (y * jax.lax.rsqrt(jnp.sum(y * y, axis=-1, keepdims=True) + epsilon)).astype(x.dtype)
+
+    return per_head(normalized, x)
 
 
 def elu_plus_one(x: Float[Array, "..."]) -> Float[Array, "..."]:
@@ -79,7 +84,10 @@ class RMSNorm(nnx.RMSNorm):
         self, x: Float[Array, "... D"], mask: Bool[Array, "... D"] | None = None
     ) -> Float[Array, "... D"]:
         """Normalise the last axis; ``mask`` says which entries the mean square counts, all by default."""
-        return super().__call__(x, mask).astype(x.dtype)
+        normalized = super().__call__
+        if mask is not None:
+            return normalized(x, mask).astype(x.dtype)
+        return per_head(lambda x: normalized(x).astype(x.dtype), x)
 
 
 class ShortConvolution(nnx.Module):
