@@ -40,6 +40,8 @@ TABLE = [
     Case("gated_efla", "no_decay", "bfloat16", (190, 1, 1, 2, 64, 128), segments=3),
     Case("ssd", "strong_decay_everywhere", "bfloat16", (254, 1, 1, 1, 64, 64), packed=True, segments=2),
     Case("gated_delta_rule", "strong_decay_everywhere", "bfloat16", (254, 1, 1, 1, 64, 64), segments=2),
+    # Keys so wide that registers hold one state only.
+    Case("gated_delta_rule", "correlated_keys", "bfloat16", (130, 1, 1, 1, 200, 128), packed=True, scale=0.1),
     Case("ssd", "random", "float16", (100, 1, 1, 2, 128, 128), packed=True),
     Case("ssd", "strong_decay_every_fifth", "bfloat16", (1, 1, 1, 1, 64, 60)),
     Case("linear_attention-unnormalized", "random", "float16", (65, 2, 1, 1, 64, 63), packed=True),

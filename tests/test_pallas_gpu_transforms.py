@@ -108,11 +108,11 @@ def test_calls_of_one_shape_are_traced_once():
         ({"q": jnp.float32, "k": jnp.float32, "v": jnp.float32}, "q, k and v are float32"),
         ({"q": jnp.float16}, "q is float16 and k bfloat16"),
         ({"v": jnp.float32}, "v is float32 and k bfloat16"),
-        ({}, "keys have 129 entries"),
+        ({}, "keys have 257 entries"),
     ],
 )
 def test_what_the_kernels_cannot_serve_is_refused(change, reason):
-    inputs, _ = kernels.problem("efla", shape=Shape(T=9, B=1, H=1, HV=1, K=64 if change else 129, V=64))
+    inputs, _ = kernels.problem("efla", shape=Shape(T=9, B=1, H=1, HV=1, K=64 if change else 257, V=64))
     inputs |= {name: inputs[name].astype(dtype) for name, dtype in change.items()}
     with kernels.interpreted():
         with pytest.raises(cells.UnsupportedForm, match=f"form='pallas_gpu' cannot serve: {reason}"):

@@ -113,7 +113,7 @@ def backward_chunks(
 
 
 def _scratch(inputs: dict[str, Any], plan: Plan) -> dict[str, Any]:
-    width, stages = plan.key_dim, 2
+    width, stages = plan.key_dim, _stages(plan)
     scratch: dict[str, Any] = {
         name: tiled(1, CHUNK, width, dtype=plan.dtype) for name in ("q", "k") if name in inputs
     }
@@ -132,15 +132,25 @@ def _scratch(inputs: dict[str, Any], plan: Plan) -> dict[str, Any]:
         "scores": tiled(1, *SQUARE, dtype=plan.dtype),  # P̄
         "scored": plgpu.Barrier(),
         "erasures": tiled(1, *SQUARE, dtype=plan.dtype),  # a L̄
-        "dk": tiled(1, CHUNK, width, dtype=plan.dtype),
         "dv": tiled(1, CHUNK, COLUMNS, dtype=plan.dtype),
         "dgates": plgpu.SMEM((1, len(Parts), CHUNK), jnp.float32),
     }
-    if "q" in inputs:
-        scratch["dq"] = tiled(1, CHUNK, width, dtype=plan.dtype)
+    if (
+        plan.wide
+    ):  # there is no room: dq and dk take the places of the states when both warpgroups are through them
+        scratch["drained"] = plgpu.Barrier(num_arrivals=2)
+    else:
+        scratch["dk"] = tiled(1, CHUNK, width, dtype=plan.dtype)
+        if "q" in inputs:
+            scratch["dq"] = tiled(1, CHUNK, width, dtype=plan.dtype)
     if plan.interpret:
         scratch["staging"] = {CHUNK: tiled(2, *SQUARE, dtype=plan.dtype)}
     return scratch
+
+
+def _stages(plan: Plan) -> int:
+    """Slices of 64 columns in flight."""
+    return 1 if plan.wide else 2
 
 
 class _Chunks:
@@ -148,7 +158,7 @@ class _Chunks:
 
     def __init__(self, plan: Plan, given: Refs, made: Refs, total: int, blocks: int, group: int) -> None:
         self.plan, self.given, self.made, self.group = plan, given, made, group
-        self.blocks, self.slices = blocks, plan.value_dim // COLUMNS
+        self.blocks, self.slices, self.stages = blocks, plan.value_dim // COLUMNS, _stages(plan)
         self.first = lax.axis_index("block")
         self.count = pl.cdiv(total - self.first, blocks)
 
@@ -173,11 +183,14 @@ class _Chunks:
     def buffers(self, zero: Array) -> Refs:
         """The shared memory, without the first axis where that has one copy only."""
         single = ("q", "k", "scores", "erasures", "dq", "dk", "dv", "dgates")
-        return {name: x.at[zero] if name in single else x for name, x in self.s.items()}
+        buffers = {name: x.at[zero] if name in single else x for name, x in self.s.items()}
+        if self.plan.wide:
+            buffers |= {"dq": self.s["states"].at[zero], "dk": self.s["dstates"].at[zero]}
+        return buffers
 
     def slot(self, i: Array, j: int, zero: Array) -> Array:
         """Where slice j of chunk i is."""
-        return lax.rem(i * self.slices + j, 2) + zero
+        return lax.rem(i * self.slices + j, self.stages) + zero
 
     def place(self, i: Array) -> tuple[Array, Array, Array]:
         """Batch, head and chunk."""
@@ -191,6 +204,20 @@ class _Chunks:
         plgpu.copy_gmem_to_smem(
             given["gates"].at[b, h, n], s["gates"].at[parity], s["gates_loaded"].at[parity]
         )
+
+        def load_keys() -> None:
+            @pl.when(i > 0)
+            def _():
+                plgpu.barrier_wait(s["keys_consumed"])
+
+            for name in ("q", "k"):
+                if name in given:
+                    plgpu.copy_gmem_to_smem(
+                        given[name].at[b, tokens, h // self.group], s[name], s["keys_loaded"]
+                    )
+
+        if self.plan.wide:  # whose warpgroup of keys needs them for every slice
+            load_keys()
         for j in range(self.slices):
             turn, slot, columns = (
                 i * self.slices + j,
@@ -198,7 +225,7 @@ class _Chunks:
                 pl.ds(j * COLUMNS, COLUMNS),
             )
 
-            @pl.when(turn >= 2)
+            @pl.when(turn >= self.stages)
             def _(slot=slot):
                 plgpu.barrier_wait(s["consumed"].at[slot])
 
@@ -207,26 +234,36 @@ class _Chunks:
                     place = (b, tokens, h, columns) if name in TOKENS else (b, h, n, columns)
                     plgpu.copy_gmem_to_smem(given[name].at[place], s[name].at[slot], s["loaded"].at[slot])
 
-        @pl.when(i > 0)
-        def _():
-            plgpu.barrier_wait(s["keys_consumed"])
-
-        for name in ("q", "k"):
-            if name in given:
-                plgpu.copy_gmem_to_smem(given[name].at[b, tokens, h // self.group], s[name], s["keys_loaded"])
+        if not self.plan.wide:
+            load_keys()
 
     def each_slice(self, i: Array, zero: Array, use: Any, *sums: Array) -> tuple[Array, ...]:
         """Carry sums through use(buffers, slice number, sums) for the slices of 64 columns."""
         s, total = self.s, self.count * self.slices
-        for j in range(self.slices):
-            turn, slot = i * self.slices + j, self.slot(i, j, zero)
-            plgpu.barrier_wait(s["loaded"].at[slot])
-            sums = use({name: s[name].at[slot] for name in (*TOKENS, *STATES) if name in s}, j, *sums)
 
-            @pl.when(turn + 2 < total)  # otherwise no one waits
-            def _(slot=slot):
+        def step(j: Any, sums: tuple[Array, ...]) -> tuple[Array, ...]:
+            slot = self.slot(i, j, s["zero"][lax.axis_index("wg"), 0] if self.plan.wide else zero)
+            plgpu.barrier_wait(s["loaded"].at[slot])
+            names = (*TOKENS, *STATES, *(("k",) if self.plan.wide else ()))
+            sums = use({name: s[name].at[slot] for name in names if name in s}, j, *sums)
+
+            awaited = i * self.slices + j + self.stages < total
+            if self.plan.wide:  # and `finish` tells of the last slice
+                awaited &= j < self.slices - 1
+
+            @pl.when(awaited)
+            def _():
                 plgpu.barrier_arrive(s["consumed"].at[slot])
 
+            return sums
+
+        if not self.plan.wide:
+            for j in range(self.slices):
+                sums = step(j, sums)
+            return sums
+        sums = lax.fori_loop(0, self.slices, step, sums)
+        plgpu.barrier_arrive(s["drained"])
+        plgpu.barrier_wait(s["drained"])
         return sums
 
     def start(self, i: Array) -> Any:
@@ -237,8 +274,13 @@ class _Chunks:
         return self.s["gates"].at[parity]
 
     def finish(self, i: Array) -> None:
+        if self.plan.wide:
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+
         @pl.when(i + 1 < self.count)  # otherwise no one waits
         def _():
+            if self.plan.wide:
+                plgpu.barrier_arrive(self.s["consumed"].at[0])
             plgpu.barrier_arrive(self.s["keys_consumed"])
 
     def put(self, i: Array, rows: Any, **parts: Array) -> None:
@@ -265,7 +307,7 @@ class _Chunks:
                         plgpu.load(x[name].at[:, size], layout=WGMMA).astype(jnp.float32) for name in STATES
                     )
                     total += jnp.sum(state * dstate, 1)
-            if j:
+            if plan.wide or j:
                 plgpu.wait_smem_to_gmem(0, wait_read_only=True)
             s["dv"][...] = (dr * rows(gates.at[Gates.WRITE])).astype(plan.dtype)
             plgpu.commit_smem()
@@ -308,28 +350,14 @@ class _Chunks:
         """dk, da, and what L and the leaving state have of dc."""
         s, plan, gates = self.buffers(zero), self.plan, self.start(i)
         b, h, n = self.place(i)
-
-        def use(x: Refs, j: int, erasures: Array, entering: Array, dk: Array) -> tuple[Array, ...]:
-            dk = unit.add(dk, (x["rows"], x["dstates"]))
-            if plan.erases:
-                erasures = unit.add(erasures, (x["drows"], x["rows"].transpose((1, 0))))
-                entering = unit.add(entering, (x["drows"], x["states"]))
-            return erasures, entering, dk
-
-        wide = zeros(CHUNK, plan.key_dim)
-        erasures, entering, dk = self.each_slice(i, zero, use, zeros(*SQUARE), wide, wide)
-        plgpu.barrier_wait(s["keys_loaded"])
-        parts = {}
-        if plan.decays:
-            dk *= rows(gates.at[Gates.EXIT], plan.key_dim)
-            parts["EXIT"] = _row_products(s["k"], dk)
+        sums = self.wide_key_sums if plan.wide else self.key_sums
+        erasures, overlap, leaving, dk = sums(i, zero, unit, gates)
+        parts = {"EXIT": leaving} if plan.decays else {}
         if plan.erases:
             erase, read, entry = (
                 plgpu.load(gates.at[name], layout=WGMMA.reduce(1))
                 for name in (Gates.ERASE, Gates.READ, Gates.ENTRY)
             )
-            overlap = _row_products(s["k"], entering)
-            dk -= entering * lax.broadcast_in_dim(read, dk.shape, [0])
             erasures = -plan.decayed(erasures, gates, diagonal=False)
             gram = unit.product(SQUARE, (s["k"], s["k"].transpose((1, 0))))
             parts["ERASE"] = jnp.sum(erasures * gram, 1) - entry * overlap
@@ -353,6 +381,62 @@ class _Chunks:
         if parts:
             self.put(i, s["dgates"], **parts)
         self.finish(i)
+
+    def key_sums(self, i: Array, zero: Array, unit: MatrixUnit, gates: Any) -> tuple[Array, ...]:
+        """Sums over V: dR Dᵀ, rowsum(k ⊙ dR Sᵀ), the part of dc of what leaves, the part of dk by way of the states."""
+        s, plan = self.buffers(zero), self.plan
+
+        def use(x: Refs, j: int, erasures: Array, entering: Array, dk: Array) -> tuple[Array, ...]:
+            dk = unit.add(dk, (x["rows"], x["dstates"]))
+            if plan.erases:
+                erasures = unit.add(erasures, (x["drows"], x["rows"].transpose((1, 0))))
+                entering = unit.add(entering, (x["drows"], x["states"]))
+            return erasures, entering, dk
+
+        wide = zeros(CHUNK, plan.key_dim)
+        erasures, entering, dk = self.each_slice(i, zero, use, zeros(*SQUARE), wide, wide)
+        plgpu.barrier_wait(s["keys_loaded"])
+        overlap = leaving = jnp.sum(zeros(*SQUARE), 1)
+        if plan.decays:
+            dk *= rows(gates.at[Gates.EXIT], plan.key_dim)
+            leaving = _row_products(s["k"], dk)
+        if plan.erases:
+            overlap = _row_products(s["k"], entering)
+            dk -= entering * rows(gates.at[Gates.READ], plan.key_dim)
+        return erasures, overlap, leaving, dk
+
+    def wide_key_sums(self, i: Array, zero: Array, unit: MatrixUnit, gates: Any) -> tuple[Array, ...]:
+        """The same where registers hold one matrix as wide as the keys: factors of rows go into the products."""
+        s, plan = self.buffers(zero), self.plan
+
+        def passed(k: Any, row: Any, state: Any, gate: Gates, sign: float = 1.0) -> tuple[Array, Array]:
+            """rowsum(row ⊙ k Sᵀ), and the rows times their gate as a left factor."""
+            row = plgpu.load(row, layout=WGMMA).astype(jnp.float32)
+            along = jnp.sum(row * unit.product(SQUARE, (k, state.transpose((1, 0)))), 1)
+            return along, (row * (sign * rows(gates.at[gate]))).astype(plan.dtype)
+
+        def use(
+            x: Refs, j: int, erasures: Array, overlap: Array, leaving: Array, dk: Array
+        ) -> tuple[Array, ...]:
+            left = x["rows"]
+            if plan.decays:
+                along, left = passed(x["k"], left, x["dstates"], Gates.EXIT)
+                leaving += along
+            dk = unit.add(dk, (left, x["dstates"]))
+            if plan.erases:
+                erasures = unit.add(erasures, (x["drows"], x["rows"].transpose((1, 0))))
+                along, left = passed(x["k"], x["drows"], x["states"], Gates.READ, -1.0)
+                overlap += along
+                dk = unit.add(dk, (left, x["states"]))
+            return erasures, overlap, leaving, dk
+
+        plgpu.barrier_wait(s["keys_loaded"])
+        vector = jnp.sum(zeros(*SQUARE), 1)
+        sums = zeros(*SQUARE), vector, vector, zeros(CHUNK, plan.key_dim)
+        erasures, overlap, leaving, dk = self.each_slice(i, zero, use, *sums)
+        if plan.decays:
+            leaving *= plgpu.load(gates.at[Gates.EXIT], layout=WGMMA.reduce(1))
+        return erasures, overlap, leaving, dk
 
 
 def _row_products(ref: Any, x: Array) -> Array:

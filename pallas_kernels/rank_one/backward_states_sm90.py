@@ -21,9 +21,11 @@ from pallas_kernels.rank_one.layout import CHUNK, COLUMNS, Gates, Plan
 from pallas_kernels.rank_one.stream_sm90 import (
     Refs,
     each_chunk,
+    left_factor,
     matrix_unit,
     residual_buffers,
     run_stream,
+    state_buffer,
     worker_columns,
 )
 
@@ -68,6 +70,8 @@ def backward_states(
     if residuals:
         more, scratch = residual_buffers(k, plan)
         outputs |= more
+    elif plan.wide:
+        scratch = state_buffer(plan)
     inputs = {"q": q, "k": k, "do": do, "inverse": inverse, "gates": gates, "final_state": final_state}
     inputs["skip"] = skip
 
@@ -80,10 +84,8 @@ def _recur(given: Refs, made: Refs, s: Refs, worker: Array, plan: Plan) -> None:
     unit = matrix_unit(s, worker)
 
     def chunk(i: Array, c: Refs, state: Array) -> Array:
-        half = state.astype(plan.dtype)
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-        if "states" in made:
-            s["states"].at[worker][...] = half
+        half = left_factor(state, s, worker, plan)
         row = unit.product(SQUARE, (half, c["k"].transpose((1, 0))))
         if plan.decays:
             row *= columns(c["gates"].at[Gates.EXIT])

@@ -22,9 +22,11 @@ from pallas_kernels.rank_one.layout import CHUNK, COLUMNS, Gates, Plan
 from pallas_kernels.rank_one.stream_sm90 import (
     Refs,
     each_chunk,
+    left_factor,
     matrix_unit,
     residual_buffers,
     run_stream,
+    state_buffer,
     worker_columns,
 )
 
@@ -71,10 +73,13 @@ def forward(
     scratch: dict[str, Any] = {}
     if q is not None:
         outputs["o"] = jax.ShapeDtypeStruct(shape_v, plan.dtype)
-        scratch["o"] = tiled(plan.warpgroups, CHUNK, COLUMNS, dtype=plan.dtype)
+        if not plan.wide:  # otherwise it takes the place of v
+            scratch["o"] = tiled(plan.warpgroups, CHUNK, COLUMNS, dtype=plan.dtype)
     if residuals:
         more, buffers = residual_buffers(k, plan)
         outputs, scratch = outputs | more, scratch | buffers
+    elif plan.wide:
+        scratch |= state_buffer(plan)
     inputs = {"q": q, "k": k, "v": v, "inverse": inverse, "gates": gates, "initial_state": initial_state}
     inputs["skip"] = skip
 
@@ -87,10 +92,8 @@ def _recur(given: Refs, made: Refs, s: Refs, worker: Array, plan: Plan) -> None:
     unit = matrix_unit(s, worker)
 
     def chunk(i: Array, c: Refs, state: Array) -> Array:
-        half = state.astype(plan.dtype)
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-        if "states" in made:
-            s["states"].at[worker][...] = half
+        half = left_factor(state, s, worker, plan)
         row = zeros(*SQUARE)
         if "v" in given:
             v = plgpu.load(c["v"].at[worker].transpose((1, 0)), layout=WGMMA)
@@ -98,7 +101,7 @@ def _recur(given: Refs, made: Refs, s: Refs, worker: Array, plan: Plan) -> None:
         if plan.erases:
             row -= columns(c["gates"].at[Gates.READ]) * unit.product(SQUARE, (half, c["k"].transpose((1, 0))))
             row = unit.product(SQUARE, (row.astype(plan.dtype), c["inverse"].transpose((1, 0))))
-        row16 = row.astype(plan.dtype)
+        row16, leaving = row.astype(plan.dtype), {}
         if "o" in made:
             o = unit.product(SQUARE, (half, c["q"].transpose((1, 0))))
             if plan.decays:
@@ -107,20 +110,23 @@ def _recur(given: Refs, made: Refs, s: Refs, worker: Array, plan: Plan) -> None:
                 o *= plan.scale
             plgpu.barrier_wait(c["scored"])
             o = unit.add(o, (row16, c["scores"].transpose((1, 0))))
-            s["o"].at[worker].transpose((1, 0))[...] = o.astype(plan.dtype)
+            leaving["o"] = (c["v"] if plan.wide else s["o"]).at[worker]
+            leaving["o"].transpose((1, 0))[...] = o.astype(plan.dtype)
         if "rows" in made:
-            s["rows"].at[worker].transpose((1, 0))[...] = row16
+            leaving["rows"] = s["rows"].at[worker]
+            leaving["rows"].transpose((1, 0))[...] = row16
         plgpu.commit_smem()
-        for name in ("o", "rows"):
-            if name in made:
-                tokens = pl.ds(i * CHUNK, CHUNK)
-                plgpu.copy_smem_to_gmem(s[name].at[worker], made[name].at[b, tokens, h, mine])
+        for name, buffer in leaving.items():
+            plgpu.copy_smem_to_gmem(buffer, made[name].at[b, pl.ds(i * CHUNK, CHUNK), h, mine])
         if "states" in made:
             plgpu.copy_smem_to_gmem(s["states"].at[worker], made["states"].at[b, h, i, mine])
         if plan.decays:
             state *= c["gates"][Gates.ENTRY, CHUNK - 1]
             row16 = (row * columns(c["gates"].at[Gates.EXIT])).astype(plan.dtype)
-        return unit.add(state, (row16, c["k"]))
+        state = unit.add(state, (row16, c["k"]))
+        if plan.wide:
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # before v's place is loaded anew
+        return state
 
     state = zeros(COLUMNS, plan.key_dim)
     if "initial_state" in given:

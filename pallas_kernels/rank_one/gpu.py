@@ -18,7 +18,7 @@ from pallas_kernels.rank_one.backward_states_sm90 import backward_states
 from pallas_kernels.rank_one.forward_sm90 import forward
 from pallas_kernels.rank_one.gates import decay_sums, gate_rows, unchunked
 from pallas_kernels.rank_one.inputs import check_inputs
-from pallas_kernels.rank_one.layout import CHUNK, COLUMNS, MULTIPROCESSORS, Plan
+from pallas_kernels.rank_one.layout import CHUNK, COLUMNS, MULTIPROCESSORS, WIDE, Plan
 from pallas_kernels.rank_one.segments import (
     choose_segments,
     entering_states,
@@ -29,7 +29,7 @@ from pallas_kernels.rank_one.segments import (
 from pallas_kernels.rank_one.solve_sm90 import solve
 
 DTYPES = (jnp.bfloat16, jnp.float16)
-LARGEST_KEY = 128
+LARGEST_KEY = 256
 # Names for policies of jax.checkpoint.
 RESIDUALS = tuple(f"rank_one_{name}" for name in ("gates", "inverse", "passage", "states", "rows"))
 
@@ -120,7 +120,7 @@ def make_plan(
     segments = choose_segments(batch * heads, time) if segments is None else segments
     # Two warpgroups share the loaded keys, unless the columns of the state then go to too few multiprocessors.
     blocks = batch * segments * heads * value_dim // COLUMNS
-    together = value_dim % (2 * COLUMNS) == 0 and blocks > MULTIPROCESSORS
+    together = value_dim % (2 * COLUMNS) == 0 and blocks > MULTIPROCESSORS and key_dim <= WIDE
     return Plan(
         chunks=-(-time // (segments * CHUNK)),
         value_heads=heads,

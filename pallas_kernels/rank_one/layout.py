@@ -13,6 +13,7 @@ from pallas_kernels.mosaic import columns, index, rows
 CHUNK = 64  # tokens of a chunk
 MULTIPROCESSORS = 132  # of an H100 SXM or H200
 SHARED_MEMORY = 226 * 1024  # bytes of it that a block can use for buffers
+WIDE = 128  # the largest key of which registers hold a second matrix
 COLUMNS = 64  # columns of the state that one warpgroup holds: the rows of one wgmma
 
 
@@ -52,13 +53,19 @@ class Plan:
     stages: int = 2  # chunks in flight; see `staged`
     scale: float = 1.0  # of the queries
 
+    @property
+    def wide(self) -> bool:
+        """Whether a state's 64 columns take more than half of a warpgroup's registers."""
+        return self.key_dim > WIDE
+
     def staged(self, *, residuals: bool = False) -> "Plan":
         """With as many stages as fit beside the results, and beside what the backward pass needs; at most 3."""
         chunk = (
             CHUNK * (2 * self.key_dim + self.warpgroups * COLUMNS + 2 * CHUNK) * 2
             + self.gate_rows * CHUNK * 4
         )
-        results = CHUNK + (self.key_dim + CHUNK if residuals else 0)
+        results = (0 if self.wide else CHUNK) + (CHUNK if residuals else 0)
+        results += self.key_dim if residuals or self.wide else 0
         results *= self.warpgroups * COLUMNS * 2
         return dataclasses.replace(self, stages=min(3, (SHARED_MEMORY - results) // chunk))
 
@@ -68,7 +75,7 @@ class Plan:
 
         Together no more than the block starts with (168 a thread for three warpgroups), or it waits for ever.
         """
-        return (208, 88) if self.warpgroups == 2 else (240, 232)
+        return (208, 88) if self.warpgroups == 2 else (248, 224) if self.wide else (240, 232)
 
     @property
     def gate_rows(self) -> int:

@@ -15,7 +15,7 @@ from jax import Array, lax
 
 from pallas_kernels.rank_one.backward_states_sm90 import backward_states
 from pallas_kernels.rank_one.forward_sm90 import forward
-from pallas_kernels.rank_one.layout import CHUNK, MULTIPROCESSORS, Gates, Plan
+from pallas_kernels.rank_one.layout import CHUNK, COLUMNS, MULTIPROCESSORS, Gates, Plan
 
 FAINT = 40.0  # e^-40 is 4e-18, next to which float32's own rounding, 6e-8, is large
 SHORTEST = 16  # chunks, under which a segment is not worth its share of the passes
@@ -109,11 +109,17 @@ def last_segment(x: Array, plan: Plan) -> Array:
     return x[plan.segments - 1 :: plan.segments]
 
 
+def square_plan(plan: Plan) -> Plan:
+    """The plan for a state K × K."""
+    together = 1 if plan.wide else plan.key_dim // COLUMNS
+    return dataclasses.replace(plan, value_dim=plan.key_dim, warpgroups=together)
+
+
 def _transitions(k: Array, inverse: Array | None, gates: Array, skip: Array, plan: Plan) -> Array:
     """Mᵀ [B · segments, HV, K, K], or 1 × 1 where M is a multiple of the identity; 0 where all chunks are skipped."""
     if not plan.erases:
         return jnp.prod(gates[..., Gates.ENTRY, -1], -1)[..., None, None]
-    plan = dataclasses.replace(plan, value_dim=plan.key_dim, warpgroups=plan.key_dim // CHUNK)
+    plan = square_plan(plan)
     shape = (k.shape[0], plan.value_heads, plan.key_dim, plan.key_dim)
     kept = (skip < plan.chunks).astype(jnp.float32)
     identity = jnp.broadcast_to(

@@ -13,7 +13,7 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.mosaic import APPROXIMATE, MatrixUnit, tiled
+from pallas_kernels.mosaic import APPROXIMATE, MatrixUnit, Zero, tiled
 from pallas_kernels.rank_one.layout import CHUNK, COLUMNS, Plan
 
 Refs = dict[str, Any]
@@ -63,6 +63,8 @@ def run_stream(
             @pl.when(wg < plan.warpgroups)
             def _():
                 plgpu.set_max_registers(plan.registers[0], action="increase")
+                if "zero" in s:
+                    Zero(s["zero"].at[wg])
                 work(given, made, s, wg, plan)
 
         pl.run_scoped(run, scratch, collective_axes="wg")
@@ -89,11 +91,28 @@ def residual_buffers(k: Any, plan: Plan) -> tuple[dict[str, Any], dict[str, Any]
         "states": jax.ShapeDtypeStruct(states, plan.dtype),
         "rows": jax.ShapeDtypeStruct((batch, time, plan.value_heads, plan.value_dim), plan.dtype),
     }
-    scratch = {
-        "states": tiled(plan.warpgroups, COLUMNS, plan.key_dim, dtype=plan.dtype),
-        "rows": tiled(plan.warpgroups, CHUNK, COLUMNS, dtype=plan.dtype),
-    }
-    return outputs, scratch
+    rows = tiled(plan.warpgroups, CHUNK, COLUMNS, dtype=plan.dtype)
+    return outputs, state_buffer(plan) | {"rows": rows}
+
+
+def state_buffer(plan: Plan) -> dict[str, Any]:
+    """Scratch for the workers' columns of the state in 16 bits: what leaves, and the left factor of wide states."""
+    buffers: dict[str, Any] = {"states": tiled(plan.warpgroups, COLUMNS, plan.key_dim, dtype=plan.dtype)}
+    return buffers | ({"zero": plgpu.SMEM((plan.warpgroups, 128), jnp.int32)} if plan.wide else {})
+
+
+def left_factor(state: Array, s: Refs, worker: Any, plan: Plan) -> Any:
+    """The state as a left factor: in registers, or, where it is so wide that not both fit there, in shared memory."""
+    half = state.astype(plan.dtype)
+    if "states" not in s:
+        return half
+    if not plan.wide:
+        s["states"].at[worker][...] = half
+        return half
+    buffer = s["states"].at[worker + s["zero"][worker, 0]]
+    buffer[...] = half
+    plgpu.commit_smem()
+    return buffer
 
 
 def each_chunk(
