@@ -13,8 +13,9 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Bool, Float
 
 from pallas_kernels.device import Unsupported, check_hopper, interpretation
-from pallas_kernels.rank_one.backward_chunks_sm90 import Parts, backward_chunks
+from pallas_kernels.rank_one.backward_chunks_sm90 import backward_chunks
 from pallas_kernels.rank_one.backward_states_sm90 import backward_states
+from pallas_kernels.rank_one.chunk_roles_sm90 import Parts
 from pallas_kernels.rank_one.forward_sm90 import forward
 from pallas_kernels.rank_one.gates import decay_sums, gate_rows, unchunked
 from pallas_kernels.rank_one.inputs import check_inputs
