@@ -6,9 +6,11 @@ import sys
 from pathlib import Path
 
 SCRIPT = """
+import importlib
 import jax, jax.numpy as jnp, numpy as np
 from jax.sharding import AxisType, Mesh, PartitionSpec as P
 from eflax.cells.forms import EDIT_FORMS, Coefficients, Edits, pallas
+ssm = importlib.import_module('eflax.cells.selective_ssm')
 import harness, oracle, regimes
 from budgets import BUDGETS, assert_close
 
@@ -58,6 +60,28 @@ for axes in (("data", "tensor"), ("tensor", "data")):
     batch, heads = (2, 1) if axes[0] == "data" else (1, 2)
     b, h, hv = 4 // batch, 2 // heads, 4 // heads
     assert seen[-1] == ((b, 20, h, 8), (b, 20, hv, 8), (b, hv, 8, 8))
+    assert_close(found, expected, BUDGETS["float32"].backward)
+
+# The scan's, too: each device has its channels and sequences, and what all share has the gradient of all.
+inputs, weights, ids = harness.problem("selective_ssm", "packed", regimes.Shape(T=20, B=2, H=1, HV=1, K=6, V=8))
+def scan(x, dt, A, B, C, restart, state):
+    seen.append((x.shape, A.shape, B.shape, state.shape))
+    tokens = ssm.Tokens(x, dt, B, C, restart)
+    state, y = ssm._scan_blocks(state, tokens, A, 10)
+    return y, state
+def summed(inputs):
+    y, state = harness.call("selective_ssm", inputs, ids, form="pallas_tpu")
+    return jnp.sum(y * y) + jnp.sum(state * state)
+ssm.KERNELS["pallas_tpu"] = pallas.Kernels("pallas_tpu", lambda *x: None, scan)
+gradient = jax.value_and_grad(summed)
+expected = jax.jit(gradient)(inputs)
+b, d, n = *inputs["x"].shape[::2], inputs["A"].shape[1]
+for axes in (("data", "tensor"), ("tensor", "data")):
+    with jax.set_mesh(jax.make_mesh((2, 1), axes, (AxisType.Auto,) * 2)):
+        found = jax.jit(gradient)(inputs)
+    batch, channels = (2, 1) if axes[0] == "data" else (1, 2)
+    own = b // batch, d // channels
+    assert seen[-1] == ((own[0], 20, own[1]), (own[1], n), (own[0], 20, n), (*own, n))
     assert_close(found, expected, BUDGETS["float32"].backward)
 print("equal")
 """

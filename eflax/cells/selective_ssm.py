@@ -158,7 +158,10 @@ def _run(x, dt, A, B, C, initial_state, segment_ids, form, chunk_size, kernels):
         return None if C is None else x, state
     restart = None if segment_ids is None else restarts(segment_ids)
     if form in KERNELS:
-        return KERNELS[form].evaluate(x, dt, A, B, C, restart, state)
+        tokens, shared, own = ("batch", None, "heads"), ("batch",), ("batch", "heads")
+        cuts = (tokens, tokens, ("heads",), shared, shared, shared, own)
+        run = pallas.on_mesh(KERNELS[form].evaluate, x.shape[0], x.shape[2], cuts, (tokens, own))
+        return run(x, dt, A, B, C, restart, state)
     x_dtype = x.dtype
     x, dt, A, B, C = jax.tree.map(lambda z: z.astype(dtype), (x, dt, A, B, C))
     tokens = Tokens(x, dt, B, C, restart)

@@ -15,6 +15,7 @@ from pallas_kernels.device import Unsupported, interpretation
 from pallas_kernels.rank_one import decode, gpu, tpu
 
 # Axes of a mesh, by what they cut, as in eflax.training.sharding.
+type Cut = tuple[str | None, ...]
 BATCH_AXES, HEAD_AXES = ("data", "fsdp"), ("tensor",)
 
 
@@ -87,25 +88,42 @@ def evaluate(
 ) -> tuple[Array | None, Array]:
     """Like the other forms, but of q, k and v as they are given: in their dtypes, key heads not repeated.
 
-    Under `jax.set_mesh` with axes named data, fsdp and tensor, each device works on its sequences and heads. (XLA
-    cannot cut kernels by itself: without a mesh in the context it gathers what is sharded.)
+    Under `jax.set_mesh` each device works on its sequences and heads, see `on_mesh`.
     """
     if not isinstance(scale, float):
         q = None if q is None else (q.astype(initial_state.dtype) * scale).astype(q.dtype)
         scale = 1.0
-    batch = _dividing(BATCH_AXES, k.shape[0])
-    heads = _dividing(HEAD_AXES, k.shape[2])
 
     def run(q, k, v, coefficients, restart, state):
         return kernels.evaluate(q, k, v, *coefficients, restart, state, scale=scale)
 
-    if not batch and not heads:
-        return run(q, k, v, coefficients, restart, initial_state)
-    tokens, state = PartitionSpec(batch, None, heads), PartitionSpec(batch, heads)
-    specs = (tokens, tokens, tokens, tokens, PartitionSpec(batch), state)
-    return jax.shard_map(run, in_specs=specs, out_specs=(tokens, state), check_vma=False)(
-        q, k, v, coefficients, restart, initial_state
+    tokens, state = ("batch", None, "heads"), ("batch", "heads")
+    cuts = (tokens, tokens, tokens, tokens, ("batch",), state)
+    arguments = (q, k, v, coefficients, restart, initial_state)
+    return on_mesh(run, k.shape[0], k.shape[2], cuts, (tokens, state))(*arguments)
+
+
+def on_mesh(
+    run: Callable[..., Any], batch: int, heads: int, cuts: tuple[Cut, ...], results: tuple[Cut, ...]
+) -> Callable[..., Any]:
+    """`run`, each device of the mesh of the context on its sequences (axes data, fsdp) and heads (tensor).
+
+    XLA cannot cut kernels by itself: without a mesh in the context it gathers what is sharded.
+
+    Args:
+        run: a function of arrays, or trees of arrays that are cut alike.
+        batch: sequences of all devices.
+        heads: heads or channels of all devices.
+        cuts: of each argument, its first axes: "batch", "heads" or None.
+        results: the same of the results.
+    """
+    axes = {None: None, "batch": _dividing(BATCH_AXES, batch), "heads": _dividing(HEAD_AXES, heads)}
+    if not axes["batch"] and not axes["heads"]:
+        return run
+    inside, outside = (
+        tuple(PartitionSpec(*(axes[axis] for axis in cut)) for cut in given) for given in (cuts, results)
     )
+    return jax.shard_map(run, in_specs=inside, out_specs=outside, check_vma=False)
 
 
 def _dividing(axes: tuple[str, ...], size: int) -> tuple[str, ...]:
