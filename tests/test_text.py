@@ -128,6 +128,26 @@ def test_processes_that_tokenise_together_keep_the_order(store, tmp_path, monkey
     np.testing.assert_array_equal(parallel.tokens, store.tokens)
 
 
+def test_data_sets_of_the_hub_are_streamed(tmp_path):
+    """Files and columns as SlimPajama has them, in a folder, which the library takes like a name on the hub."""
+    zstandard = pytest.importorskip("zstandard")
+    for split, texts in (("train", TEXTS), ("validation", TEXTS[:1])):
+        folder = tmp_path / "pajama" / split / "chunk1"
+        folder.mkdir(parents=True)
+        rows = ({"text": text, "meta": {"redpajama_set_name": "RedPajamaC4"}} for text in texts)
+        content = "".join(json.dumps(row) + "\n" for row in rows).encode()
+        (folder / f"example_{split}_0.jsonl.zst").write_bytes(zstandard.compress(content))
+    source = f"hf:{tmp_path / 'pajama'}"
+    assert list(read_documents(source)) == TEXTS
+    assert list(read_documents(f"{source}:validation")) == TEXTS[:1]
+    few = load_tokens(source, BYTES, tmp_path / "cache", max_tokens=5, workers=0)
+    assert few.tokens.tolist() == [BYTES.bos, *BYTES.encode(TEXTS[0])]
+    with pytest.raises(DataError, match=r"cannot be loaded .*check name, split"):
+        list(read_documents(f"{source}:holidays"))
+    with pytest.raises(DataError, match=r"row 0: no text in the field 'content' \(there is text, meta\)"):
+        list(read_documents(source, "content"))
+
+
 @pytest.mark.parametrize("damage", ["cut", "flip", "meta"])
 def test_damaged_cache_is_refused(store, tmp_path, damage):
     (made,) = (tmp_path / "cache" / "tokens").iterdir()
