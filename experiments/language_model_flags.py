@@ -68,7 +68,8 @@ PRESETS = {
 class Flags:
     """Train a language model.
 
-    With no flag and no network, a tiny EFLA model learns the bytes of Python's language reference in a minute.
+    With no flag and no network, a tiny EFLA model is trained for a minute on the bytes of Python's language reference:
+    enough for the frequencies of letters, not for words, which take some --tokens 5000000.
     Metrics and checkpoints are written below --out. Ctrl-C and SIGTERM save; --resume continues, also on another
     number of devices.
     """
@@ -138,7 +139,10 @@ class Flags:
     seed: Number = 42
 
     # Of products and activations; parameters, moments, norms, gates and states are float32.
-    dtype: ByPreset[Literal["float32", "bfloat16"]] = None
+    dtype: Annotated[
+        Literal["float32", "bfloat16"] | None,
+        arg(metavar="{float32,bfloat16}", help_behavior_hint=BY_PRESET),
+    ] = None
 
     # Form of the recurrent cells.
     form: Annotated[str | None, arg(metavar="FORM", help_behavior_hint="(default: the fastest)")] = None
@@ -147,7 +151,7 @@ class Flags:
     chunk_size: Number = 64
 
     # What the backward pass computes again, from fast to small.
-    remat: ByPreset[Remat] = None
+    remat: Annotated[Remat | None, arg(metavar="{none,products,block}", help_behavior_hint=BY_PRESET)] = None
 
     # Layers compiled side by side.
     unroll: Number = 1
@@ -230,7 +234,8 @@ def make_plan(flags: Flags, vocab_size: int | None = None) -> Plan:
     steps, warmup_steps = (steps_for_tokens(count, batch_tokens) for count in (tokens, warmup))
     if warmup_steps >= steps:
         raise FlagError(
-            f"--warmup-tokens {warmup}: no shorter than the training of --tokens {tokens} ({steps} steps)"
+            f"--warmup-tokens {warmup}: no shorter than the training of --tokens {tokens} ({steps} steps); give less "
+            "warm-up or more tokens"
         )
     data = flags.data or preset.data
     if not data:

@@ -58,7 +58,7 @@ RECORDS = TRAINING | {
 
 def main(args: Sequence[str]) -> int:
     """Train; `args` are the command-line flags. Returns the exit code."""
-    parse = partial(command.parse_flags, Flags, EXPERIMENT, args, read_flags)
+    parse = partial(command.parse_flags, Flags, f"{EXPERIMENT} train", args, read_flags)
     return command.run_command(EXPERIMENT, parse, run)
 
 
@@ -90,7 +90,9 @@ def run(flags: Flags, out: Path, console: Console) -> int:
             if events is not None:
                 folder.listener = stack.enter_context(closing(events)).write
             with jax.set_mesh(training.mesh):  # kernels are cut as it says
-                return training.train(folder, stop)
+                code = training.train(folder, stop)
+            console.print(f"Next: python -m experiments.{EXPERIMENT} generate {out}, or eval", soft_wrap=True)
+            return code
 
 
 class Training:
@@ -126,7 +128,9 @@ class Training:
             load = partial(load_tokens, tokenizer=tokenizer, cache=flags.cache, field=flags.field)
             stores = [load(source, max_tokens=flags.max_tokens) for source in plan.data]
             validation = [load(source) for source in flags.validation]
-            for store in (*stores, *validation):
+            for store in stores:
+                Windows(store, plan.length)
+            for store in validation:
                 Windows(store, plan.length, remainder=True)
         except (DataError, OSError) as error:
             raise FlagError(f"--data, --validation or --tokenizer: {error}") from error

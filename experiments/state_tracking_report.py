@@ -90,6 +90,8 @@ def _draw_lengths(plan: Plan, points: list[Row]) -> Figure:
     task = TASKS[plan.task]
     for index, arm in enumerate(plan.arms):
         rows = [row for row in points if row["model"] == arm.name]
+        if not rows:  # not tested yet
+            continue
         _band(panel, [row["length"] for row in rows], rows, task.metric, f"C{index}", arm.name)
         paper = published_curve(plan.task, arm.name)
         if paper:

@@ -14,6 +14,7 @@ from eflax.convert import ConversionError, export_folder, import_folder, load_mo
 from eflax.convert.__main__ import main
 from eflax.convert.configs import read_config, write_config
 from eflax.convert.exchange import abstract_model
+from eflax.convert.folders import read_source
 from eflax.convert.tensors import write_tensors
 from eflax.layers import DeltaNet, LinearAttention
 from eflax.models import LanguageModelConfig
@@ -95,6 +96,21 @@ def test_a_model_of_ours_comes_back_bit_for_bit(tmp_path):
     assert all(before[path].tobytes() == after[path].tobytes() for path in before)
 
 
+def test_the_tokenizer_of_a_folder_travels(tmp_path):
+    tokenizers = pytest.importorskip("tokenizers")
+    vocabulary = {"<s>": 0, "</s>": 1, "a": 2, "b": 3}
+    save_model(own_model(), tmp_path / "first")
+    export_folder(tmp_path / "first", tmp_path / "theirs")
+    tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="b")).save(
+        str(tmp_path / "theirs" / "tokenizer.json")
+    )
+    import_folder(tmp_path / "theirs", tmp_path / "ours")
+    assert read_source(tmp_path / "ours").tokenizer == str(tmp_path / "ours" / "tokenizer.json")
+    export_folder(tmp_path / "ours", tmp_path / "back")
+    copies = [(tmp_path / name / "tokenizer.json").read_bytes() for name in ("theirs", "ours", "back")]
+    assert copies[0] == copies[1] == copies[2]
+
+
 def test_two_epsilons_become_one_by_a_larger_residual_stream(tmp_path):
     # As a training leaves it: parameters beside the state of an optimizer. A stream of small size lets epsilon count.
     model = own_model(1e-4, norm_epsilon=1e-2)
@@ -122,6 +138,8 @@ def test_command_and_text_from_an_imported_model(tmp_path, capsys):
     assert "There is no tokenizer" in capsys.readouterr().out
     assert language_model.main(["generate", bare]) == 2
     assert "has no tokenizer; convert the model again with --tokenizer" in capsys.readouterr().err
+    assert main(["import", str(tmp_path / "theirs"), out, "--tokenizer", "none.model"]) == 2
+    assert "'none.model' is neither bytes, mistral-v1 nor an existing file" in capsys.readouterr().err
     assert main(["import", str(tmp_path / "theirs"), out, "--tokenizer", "bytes", "--dtype", "float32"]) == 0
     assert language_model.main(["generate", out, "--max-tokens", "2", "--temperature", "0"]) == 0
     assert "2 tokens in" in capsys.readouterr().out

@@ -69,7 +69,7 @@ def scalars(folder, name):
         data, at = file.read_bytes(), 0
         while at < len(data):
             (length,) = struct.unpack_from("<Q", data, at)
-            event = event_pb2.Event.FromString(data[at + 12 : at + 12 + length])
+            event = event_pb2.Event.FromString(data[at + 12 : at + 12 + length])  # type: ignore
             for value in event.summary.value:
                 if value.tag == name:
                     found[event.step] = value.simple_value
@@ -158,6 +158,11 @@ def test_a_run_can_be_evaluated_and_asked_for_text(run, text, capsys, tmp_path):
         (["--tokenizer", "none.model"], "neither one of bytes"),
         (["--pattern", "efla", "transformer", "mamba"], "num_layers=4 is no multiple of the 3"),
         (["--weights", "1.0", "2.0"], "a positive one for each of the 1 sources"),
+        (["--length", "4096", "--batch-tokens", "4096", "--tokens", "81920"], "too few for a window of 4096"),
+        (["--process", "0"], "give --coordinator HOST:PORT"),
+        (["--coordinator", "host", "--process", "0", "--processes", "2"], "must be auto or HOST:PORT"),
+        (["--coordinator", "h:1", "--process", "2", "--processes", "2"], "counts from 0 to below the second"),
+        (["--coordinator", "h:99999", "--process", "1", "--processes", "2"], "must be auto or HOST:PORT"),
     ],
 )
 def test_bad_flags_are_told_before_anything_is_written(text, tmp_path, capsys, flags, message):

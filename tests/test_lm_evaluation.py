@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import warnings
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -105,14 +106,13 @@ def test_what_cannot_be_generated_or_scored_is_told(model):
 
 def test_tasks_of_the_harness_score_local_rows(model, log_probabilities, tmp_path, monkeypatch):
     """Rows in the hub's columns, through the harness's own descriptions of its tasks, without network."""
-    import datasets
     from lm_eval import evaluator
     from lm_eval.tasks import TaskManager
 
     from eflax.data.tokenizers import load_tokenizer
     from eflax.evaluation.lm_eval_adapter import HarnessModel, write_local_tasks
 
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", str(tmp_path / "cache"))
     lambada = [{"text": text} for text in ("a stone by the sea", "we saw it fall", "the rain in spain")]
     piqa = [
         {"goal": "Open a jar", "sol1": "Turn the lid.", "sol2": "Turn the glass.", "label": 0},
@@ -127,7 +127,8 @@ def test_tasks_of_the_harness_score_local_rows(model, log_probabilities, tmp_pat
     harness = HarnessModel(model, tokenizer, batch_size=2, length=64)
     with jax.numpy_rank_promotion("allow"), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the harness's own
-        found = evaluator.simple_evaluate(harness, tasks=names, task_manager=manager, bootstrap_iters=0)
+        tasks: Any = names
+        found: Any = evaluator.simple_evaluate(harness, tasks=tasks, task_manager=manager, bootstrap_iters=0)
 
     def likelihood(context, answer):
         before, after = tokenizer.encode(context), tokenizer.encode(answer)

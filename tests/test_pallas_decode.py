@@ -9,6 +9,8 @@ import pytest
 from budgets import BUDGETS, assert_close
 from regimes import Shape
 
+from eflax import cells
+
 NAME = "rank_one_decode"
 
 
@@ -80,6 +82,18 @@ def test_step_updates_a_donated_state_in_place():
     assert text.count("@mosaic_gpu_v2") == 1
     assert "output_operand_alias<output_tuple_indices = [1], operand_index = 0" in text
     assert "tf.aliasing_output" in text or "jax.buffer_donor" in text
+
+
+@pytest.mark.parametrize("normalize", [True, False])
+def test_no_tile_has_the_normalisers_column(normalize):
+    """Linear attention has one column more than v: XLA steps, and the kernels for chunks serve a few tokens."""
+    cell, token = cells.linear_attention, jnp.ones((1, 2, 64), jnp.bfloat16)
+    state, few = cell.init_state(1, 2, 64, 64), jnp.ones((1, 3, 2, 64), jnp.bfloat16)
+    with kernels.h200():
+        assert not kernels.kernels_in(cell.step, state, token, token, token)
+        found = kernels.kernels_in(lambda x: cell(x, x, x, form="pallas_gpu", normalize=normalize), few)
+        assert found and NAME not in found
+        jax.eval_shape(lambda x: cell(x, x, x, normalize=normalize), few)
 
 
 def test_a_machine_without_a_hopper_gpu_steps_without_it():

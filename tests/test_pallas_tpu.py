@@ -186,6 +186,14 @@ def test_what_the_kernels_cannot_serve_is_refused(change, reason):
         jax.eval_shape(lambda x: harness.call("efla", x, form=FORM), inputs)
 
 
+def test_the_normalisers_column_counts():
+    x = jnp.ones((1, 9, 1, 256), jnp.bfloat16)
+    with tpu():
+        jax.eval_shape(lambda x: cells.linear_attention(x, x, x, normalize=False), x)  # another form
+        with pytest.raises(cells.UnsupportedForm, match="values have 257 entries"):
+            jax.eval_shape(lambda x: cells.linear_attention(x, x, x, form=FORM), x)
+
+
 @pytest.mark.parametrize("kind", ["cpu", "TPU v3"])
 def test_other_machines_are_refused(kind):
     inputs, _ = kernels.problem("efla")

@@ -2,7 +2,9 @@
 
 import math
 from numbers import Real
+from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
@@ -90,10 +92,8 @@ class LinearAttention(RankOneCell[State]):
     def _values(self, v: Array) -> Array:
         return jnp.concatenate([v, jnp.ones((*v.shape[:-1], 1), v.dtype)], axis=-1)
 
-    def _decodes(self, tokens, q, k, v, *others) -> bool:
-        """Never: the kernel for a few tokens has no tile with the normaliser's odd column."""
-        del tokens, q, k, v, others
-        return False
+    def _stored(self, v: Array) -> Any:
+        return jax.ShapeDtypeStruct((*v.shape[:-1], v.shape[-1] + 1), v.dtype)
 
     def _choose_form(self, form, q, k, v, *others, normalize: bool = True, **options):
         # The normalised gradient of q is a small difference, of which 16-bit cotangents in kernels leave 4 %.

@@ -70,6 +70,10 @@ class RankOneCell[State]:
     def _values(self, v: Array) -> Array:
         return v
 
+    def _stored(self, v: Array) -> Any:
+        """What has the shape and dtype of `_values(v)`, which kernels get."""
+        return v
+
     def _answer(self, o: Array, **options) -> Array:
         del options
         return o
@@ -99,7 +103,7 @@ class RankOneCell[State]:
     def _choose_form(self, form, q, k, v, *others, **options):
         """The form that was asked for, or the fastest one that serves."""
         del options
-        inputs = (q, k, v, *others)
+        inputs = (q, k, self._stored(v), *others)
         decode = {name: found for name, found in DECODE_KERNELS.items() if form in (None, name)}
         few = pallas.serving(decode, k.shape[1], *inputs)
         if few is not None:
@@ -116,7 +120,8 @@ class RankOneCell[State]:
         self._check_state(axes, "state", state)
         self._check_options(scale, **options)
         state, q_t, k_t, v_t, gates_t = on_device(state, q_t, k_t, v_t, gates_t)
-        form = pallas.serving(DECODE_KERNELS, 1, q_t, k_t, v_t, *gates_t, *jax.tree.leaves(state))
+        inputs = (q_t, k_t, self._stored(v_t), *gates_t, *jax.tree.leaves(state))
+        form = pallas.serving(DECODE_KERNELS, 1, *inputs)
         if form is not None:
             q, k, v, *gates = (x[:, None] for x in (q_t, k_t, v_t, *gates_t))
             context, options = pallas.Context.of(scale), tuple(options.items())
@@ -180,7 +185,7 @@ def _run_kernels(cell, q, k, v, gates, scale, restart, matrix, form, options):
     """The kernels take q, k and v as they are given, and share key heads themselves."""
     wide = _share_heads(k.astype(matrix.dtype), v.shape[2])
     coefficients = cell.coefficients(wide, *(x.astype(matrix.dtype) for x in gates), **options)
-    few = DECODE_KERNELS[form].refusal(k.shape[1], q, k, v, *gates, matrix) is None
+    few = DECODE_KERNELS[form].refusal(k.shape[1], q, k, cell._stored(v), *gates, matrix) is None
     kernels = (DECODE_KERNELS if few else EDIT_KERNELS)[form]
     return pallas.evaluate(kernels, q, k, cell._values(v), coefficients, restart, matrix, scale)
 

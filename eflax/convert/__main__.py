@@ -1,4 +1,4 @@
-"""The command ``python -m eflax.convert``."""
+"""Convert language models from flash-linear-attention and Hugging Face to eflax, and back."""
 
 import os
 import sys
@@ -11,6 +11,7 @@ import tyro
 from tyro.conf import Positional, arg
 
 from eflax.convert import Summary, export_folder, import_folder
+from eflax.convert.folders import TOKENIZERS
 from eflax.training import CheckpointError, RunFolderError
 
 
@@ -86,7 +87,12 @@ def main(args: Sequence[str] | None = None) -> int:
             "epsilon; the outputs are the same up to rounding."
         )
     if summary.tokenizer is None:
-        print("There is no tokenizer: experiments.language_model needs one, import with --tokenizer.")
+        print(
+            "There is no tokenizer: experiments.language_model needs one, import with --tokenizer (bytes, "
+            "mistral-v1, or a file)."
+        )
+    elif isinstance(command, Export) and not any((command.out / name).is_file() for name in TOKENIZERS):
+        print(f"The tokenizer, {summary.tokenizer}, is no file of theirs and was not written: keep its name.")
     print(f"Written: {command.out}")
     return 0
 

@@ -75,6 +75,10 @@ def _read_hybrid(settings: Settings, layers: int) -> dict[int, Values]:
     found: dict[int, Values] = {}
     attention = settings.get("attn")
     for values in attention if isinstance(attention, list) else [attention or {}]:
+        if not isinstance(values, dict):
+            raise ConversionError(
+                f"config.json: 'attn' is {attention!r} and must be an object, or a list of them"
+            )
         inner = Settings(values)
         for layer in inner.take("layers", list, []):
             if type(layer) is not int or not 0 <= layer < layers or layer in found:
@@ -143,9 +147,9 @@ def _family(config: LanguageModelConfig) -> Family:
     found = [family for family in FAMILIES.values() if {family.layer} == own]
     if not found or (len(layers) > 1 and not found[0].has_mlp):
         raise ConversionError(
-            f"a model of the layers {', '.join(sorted(layers))} has no counterpart there; there are models of one of "
-            f"{', '.join(family.layer for family in FAMILIES.values())}, and, but for mamba2, with some transformer "
-            "layers"
+            f"a model of the layers {', '.join(sorted(layers))} has no counterpart in flash-linear-attention; it "
+            f"has models of one of {', '.join(family.layer for family in FAMILIES.values())}, and, but for mamba2, "
+            "with some transformer layers"
         )
     return found[0]
 

@@ -78,6 +78,8 @@ def import_folder(
     config = read_config(values, ignored)
     if tokenizer is None:
         tokenizer = next((str(source / name) for name in TOKENIZERS if (source / name).is_file()), None)
+    elif tokenizer not in ("bytes", "mistral-v1") and not Path(tokenizer).is_file():
+        raise ConversionError(f"tokenizer={tokenizer!r} is neither bytes, mistral-v1 nor an existing file")
     model, shapes = abstract_model(config)
     with TensorFiles(source) as tensors:
         expected = their_shapes(model, shapes)
@@ -165,7 +167,7 @@ def abstract_model(config: LanguageModelConfig) -> tuple[LanguageModel, dict[str
     """
     try:
         model = nnx.eval_shape(lambda: LanguageModel(config, rngs=nnx.Rngs(0)))
-    except ValueError as error:
+    except (ValueError, TypeError) as error:
         raise ConversionError(f"config.json: {error}") from error
     return model, {_path(path): leaf for path, leaf in nnx.to_flat_state(nnx.state(model, nnx.Param))}
 

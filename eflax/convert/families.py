@@ -204,7 +204,9 @@ def write_attention(mixer: SoftmaxAttention) -> Values:
 
 def _refuse(found: bool, what: str, mixer: Any) -> None:
     if found:
-        raise ConversionError(f"{type(mixer).__name__} with {what} has no counterpart there")
+        raise ConversionError(
+            f"{type(mixer).__name__} with {what} has no counterpart in flash-linear-attention"
+        )
 
 
 FAMILIES = {

@@ -69,11 +69,12 @@ def save_model(
     """
     check_new(out)
     with new_folder(out) as folder:
-        name = copy_tokenizer(tokenizer, folder) or tokenizer
-        if name is not None and Path(name).is_file():
-            name = str(Path(name).absolute())
+        name = tokenizer
+        if tokenizer is not None and Path(tokenizer).is_file():
+            name = Path(tokenizer).name if _travels(tokenizer) else str(Path(tokenizer).absolute())
         plan = {"config": asdict(model.config), "dtype": dtype, "length": max_length, "tokenizer": name}
         with RunFolder(folder, {"experiment": IMPORTED, **(origin or {}), "plan": plan}):
+            copy_tokenizer(tokenizer, folder)
             checkpoints = Checkpoints(folder / "checkpoints" / RUN)
             try:
                 checkpoints.save(0, nnx.state(model, nnx.Param))
@@ -83,9 +84,13 @@ def save_model(
 
 def copy_tokenizer(tokenizer: str | None, folder: Path) -> str | None:
     """Copy a tokenizer that is a file of Hugging Face's into a folder; returns its name there, None for others."""
-    if tokenizer is None or Path(tokenizer).name not in TOKENIZERS or not Path(tokenizer).is_file():
+    if tokenizer is None or not _travels(tokenizer):
         return None
     return Path(shutil.copy(tokenizer, folder)).name
+
+
+def _travels(tokenizer: str) -> bool:
+    return Path(tokenizer).name in TOKENIZERS and Path(tokenizer).is_file()
 
 
 def is_imported(folder: Path) -> bool:
@@ -112,6 +117,12 @@ def read_source(folder: Path) -> Source:
     try:
         plan = values["plan"]
         tokenizer = plan["tokenizer"]
+        if (
+            plan["dtype"] not in ("float32", "bfloat16")
+            or type(plan["length"]) is not int
+            or plan["length"] < 1
+        ):
+            raise ConversionError(f"{folder / CONFIG}: dtype or length cannot be; restore what was there")
         if kind == IMPORTED and tokenizer is not None and (folder / tokenizer).is_file():
             tokenizer = str(folder / tokenizer)
         return Source(_config(plan["config"]), plan["dtype"], plan["length"], tokenizer, kind == IMPORTED)
@@ -204,6 +215,12 @@ def check_new(out: Path) -> None:
         raise ConversionError(f"{out} is in use; give a new folder")
 
 
+def _umask() -> int:
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask
+
+
 @contextmanager
 def new_folder(out: Path) -> Iterator[Path]:
     """Give a folder that gets the name ``out`` when all is written, and is removed when something fails."""
@@ -213,6 +230,7 @@ def new_folder(out: Path) -> Iterator[Path]:
         yield partial
         for path in partial.rglob("*"):
             if path.is_file():
+                path.chmod(0o666 & ~_umask())  # safetensors' files are their owner's alone
                 with path.open("rb") as stream:
                     os.fsync(stream.fileno())
         os.rename(partial, out.absolute())  # fails where another process has filled `out` meanwhile

@@ -20,6 +20,7 @@ from eflax.layers.parts import (
     l2_normalize,
     no_weight_decay,
 )
+from eflax.layers.signatures import tell_signatures
 from eflax.layers.state import MixerState
 
 LAYERS: dict[str, type[Any]] = {
@@ -32,6 +33,8 @@ LAYERS: dict[str, type[Any]] = {
     "gated-efla": GatedEFLA,
     "transformer": SoftmaxAttention,
 }
+
+tell_signatures(*LAYERS.values(), HeadMixer, Block, SwiGLU, RMSNorm, ShortConvolution, DecayGate)
 
 __all__ = [
     "EFLA",

@@ -2,6 +2,7 @@
 
 import json
 import zlib
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -71,7 +72,8 @@ class Checkpoints:
         Returns when it is on disk, or, where saving is asynchronous, when `state` may change.
 
         Raises:
-            CheckpointError: the folder holds a checkpoint of this or a later step.
+            CheckpointError: the folder holds a checkpoint of this or a later step, or it, or where saving is
+                asynchronous the one before, could not be written.
         """
         leaves = _named_leaves(state)
         meta = {
@@ -83,7 +85,7 @@ class Checkpoints:
         }
         meta["meta_crc32"] = _meta_checksum(meta)
         items = ocp.args.Composite(**{STATE: ocp.args.StandardSave(leaves), META: ocp.args.JsonSave(meta)})
-        if not self._manager.save(step, args=items):
+        if not self._write(lambda: self._manager.save(step, args=items)):
             raise CheckpointError(f"checkpoint {step} was not written: {self.folder} holds it or a later one")
 
     def restore(self, template: PyTree) -> tuple[PyTree, dict[str, Any]]:
@@ -131,11 +133,21 @@ class Checkpoints:
             reason = (str(error).splitlines() or [repr(error)])[0]
             raise CheckpointError(f"{complaint} ({type(error).__name__}: {reason})") from error
 
+    def _write(self, action: Callable[[], Any]) -> Any:
+        try:
+            return action()
+        except Exception as error:  # Orbax and TensorStore raise a dozen kinds where nothing can be written
+            reason = (str(error).splitlines() or [repr(error)])[0]
+            raise CheckpointError(
+                f"a checkpoint could not be written to {self.folder} ({type(error).__name__}: {reason[:300]}); make "
+                "room there, and continue from the one before it"
+            ) from error
+
     def close(self) -> None:
-        """Release what Orbax holds open."""
+        """Wait until all is written, and release what Orbax holds open. Raises CheckpointError as `save` does."""
         if self._opened is not None:
-            self._opened.close()
-            self._opened = None
+            opened, self._opened = self._opened, None
+            self._write(opened.close)
 
 
 def _named_leaves(tree: PyTree) -> dict[str, Leaf]:

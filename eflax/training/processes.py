@@ -1,11 +1,16 @@
 """Several processes of one training, on one machine or many: how they find each other and what they agree on."""
 
+import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import cast
 
 import jax
 import numpy as np
 from jax.experimental import multihost_utils
+from orbax.checkpoint import multihost
+
+DAYS = 7 * 24 * 3600 * 1000  # in ms
 
 
 def join_processes(coordinator: str | None, process: int | None = None, processes: int | None = None) -> None:
@@ -28,8 +33,8 @@ def join_processes(coordinator: str | None, process: int | None = None, processe
             return
     elif not all(given):
         raise ValueError(f"--coordinator {coordinator}: give --process and --processes, too")
-    elif not 0 <= process < processes:  # type: ignore
-        raise ValueError(f"--process {process}: must lie in 0..{processes - 1}, below --processes")  # type: ignore
+    else:
+        _check_place(coordinator, cast(int, process), cast(int, processes))
     try:
         if coordinator == "auto":
             jax.distributed.initialize()
@@ -40,6 +45,26 @@ def join_processes(coordinator: str | None, process: int | None = None, processe
             f"--coordinator {coordinator}: the processes did not find each other ({error}); under Slurm, Open MPI, GKE "
             "or on a TPU pod give auto, elsewhere HOST:PORT of process 0 with --process and --processes"
         ) from error
+
+
+def _check_place(coordinator: str, process: int, processes: int) -> None:
+    """What JAX would end the process for, or wait for without end."""
+    host, _, port = coordinator.rpartition(":")
+    if not host or not port.isdecimal() or not 0 < int(port) < 65536:
+        raise ValueError(f"--coordinator {coordinator}: must be auto or HOST:PORT, as 10.0.0.1:9876")
+    if processes < 1 or not 0 <= process < processes:
+        raise ValueError(
+            f"--process {process}, --processes {processes}: the first counts from 0 to below the second"
+        )
+    if process == 0:
+        try:
+            with socket.socket() as listener:
+                listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                listener.bind(("", int(port)))
+        except OSError as error:
+            raise ValueError(
+                f"--coordinator {coordinator}: the port cannot be used ({error}); take another"
+            ) from error
 
 
 def leads() -> bool:
@@ -63,12 +88,19 @@ def largest(value: int) -> int:
 
 @contextmanager
 def first_goes_first(name: str) -> Iterator[None]:
-    """A block that the first process leaves before the others enter it, so that they find what it has cached."""
-    if jax.process_count() > 1 and not leads():
-        multihost_utils.sync_global_devices(name)
-    yield
-    if jax.process_count() > 1 and leads():
-        multihost_utils.sync_global_devices(name)
+    """A block that the first process leaves, with or without an error, before the others enter it.
+
+    So they find what it has cached, or the same error. They wait as long as it takes, not in a collective operation,
+    which would give up after half a minute.
+    """
+    wait = multihost.get_barrier_sync_fn()  # does nothing where there is one process
+    if not leads():
+        wait(key=name, timeout_ms=DAYS)
+    try:
+        yield
+    finally:
+        if leads():
+            wait(key=name, timeout_ms=DAYS)
 
 
 def whole(leaf: jax.Array) -> np.ndarray:
