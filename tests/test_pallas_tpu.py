@@ -101,6 +101,19 @@ def test_an_axis_wrongly_called_parallel_is_noticed():
     assert wrong.call_count == 3 and max(errors) > 1e-2
 
 
+def test_what_is_kept_after_strong_decays_keeps_its_digits():
+    """A chunk's sum of log-decays is then a large number, whose own rounding is 1e-3 of a factor."""
+    inputs, weights = kernels.problem("gated_delta_rule", "random", Shape(64, 1, 1, 1, 64, 64), "float32")
+    inputs |= {"g": jnp.where(jnp.arange(64)[None, :, None] < 40, -jnp.inf, jnp.float32(-0.01))}
+    expected = kernels.expected("gated_delta_rule", inputs, weights)
+    with interpreted():
+        result = kernels.evaluate("gated_delta_rule", inputs, weights, form=FORM)
+        jax.block_until_ready(result)
+    for name in ("outputs", "state"):
+        assert_close(result[name], expected[name], BUDGETS["float32"].forward, name)
+    assert_close(result["gradients"], expected["gradients"], BUDGETS["float32"].backward)
+
+
 @pytest.mark.parametrize("cell", ["gated_efla", "ssd"])
 def test_the_state_alone(cell):
     """Without queries nothing is read out, and the gradients are those of the final state."""

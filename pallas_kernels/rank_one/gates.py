@@ -2,12 +2,12 @@
 
 import jax.numpy as jnp
 import numpy as np
-from jax import Array
+from jax import Array, lax
 
 from pallas_kernels.rank_one.layout import CHUNK, Gates
 
 EARLIER = np.tri(CHUNK, dtype=bool)[None, None, None]  # [..., i, j]: token j is not after token i
-FORGET = -200.0  # e^FORGET is 0 in float32, and sums with it keep their digits, unlike those with −inf
+FORGET = -200.0  # e^FORGET is 0 in float32, and sums with it are finite
 
 
 def chunked(x: Array) -> Array:
@@ -29,15 +29,27 @@ def decay_sums(log_decay: Array | None, write: Array, restart: Array | None) -> 
         write: [B, T, HV], for the shape.
         restart: [B, T], True where the state restarts, or None.
     """
+    whole, rest = decay_sums_in_two(log_decay, write, restart)
+    return whole + rest
+
+
+def decay_sums_in_two(log_decay: Array | None, write: Array, restart: Array | None) -> tuple[Array, Array]:
+    """Return c in two parts, of which the first is a whole number and exact, and the second small.
+
+    A difference of sums has lost the digits that the sums have lost, some 1e-3 after strong decays; that of two parts
+    each has not.
+    """
     if log_decay is None:
-        return jnp.zeros_like(chunked(write))
+        return (jnp.zeros_like(chunked(write)),) * 2
     decay = jnp.maximum(chunked(log_decay), FORGET)
     summed = EARLIER
     if restart is not None:
         cut, document = documents(restart)
         decay = jnp.where(cut, 0.0, decay)  # nothing is left that it could act on
         summed = EARLIER & (document[..., None] == document[..., None, :])
-    return jnp.sum(jnp.where(summed, decay[..., None, :], 0.0), -1)
+    whole = lax.stop_gradient(jnp.round(decay))
+    sum_up = lambda x: jnp.sum(jnp.where(summed, x[..., None, :], 0.0), -1)  # noqa: E731
+    return sum_up(whole), sum_up(decay - whole)
 
 
 def documents(restart: Array) -> tuple[Array, Array]:
@@ -46,7 +58,9 @@ def documents(restart: Array) -> tuple[Array, Array]:
     return cut > 0.0, jnp.sum(jnp.where(EARLIER, cut[..., None, :], 0.0), -1)
 
 
-def gate_rows(erase: Array | None, write: Array, sums: Array, restart: Array | None) -> Array:
+def gate_rows(
+    erase: Array | None, write: Array, sums: Array, restart: Array | None, rest: Array | None = None
+) -> Array:
     """Return the gate array [B, HV, N, rows, C] in float32 (`layout.Gates`).
 
     Args:
@@ -54,16 +68,20 @@ def gate_rows(erase: Array | None, write: Array, sums: Array, restart: Array | N
         write: [B, T, HV].
         sums: c [B, HV, N, C], from `decay_sums`.
         restart: [B, T], True where the state restarts, or None.
+        rest: the second part, where ``sums`` is the first of two; it takes the place of `Gates.SUM_AGAIN`.
     """
     write = chunked(write)
     erase = jnp.zeros_like(write) if erase is None else chunked(erase)
-    entry, leaving = jnp.exp(sums), jnp.exp(sums[..., -1:] - sums)
-    rows = {Gates.SUM: sums, Gates.SUM_AGAIN: sums}
+    until_end = sums[..., -1:] - sums
+    if rest is not None:
+        until_end += rest[..., -1:] - rest
+    entry, leaving = jnp.exp(sums if rest is None else sums + rest), jnp.exp(until_end)
+    rows = {Gates.SUM: sums, Gates.SUM_AGAIN: sums if rest is None else rest}
     if restart is not None:
         _, document = documents(restart)
         kept = document == document[..., -1:]
         entry = jnp.where(document == 0.0, entry, 0.0)
-        leaving = jnp.where(kept, jnp.exp(jnp.where(kept, sums[..., -1:] - sums, 0.0)), 0.0)
+        leaving = jnp.where(kept, jnp.exp(jnp.where(kept, until_end, 0.0)), 0.0)
         rows |= {Gates.DOCUMENT: document, Gates.DOCUMENT_AGAIN: document}
     rows |= {Gates.ERASE: erase, Gates.READ: erase * entry, Gates.WRITE: write}
     rows |= {Gates.ENTRY: entry, Gates.EXIT: leaving}

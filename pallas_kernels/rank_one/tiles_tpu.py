@@ -74,6 +74,11 @@ class Plan:
         return need if need > UNASKED else None
 
     @property
+    def exact_sums(self) -> bool:
+        """Whether sums of log-decays come in two parts: for inputs whose own rounding does not hide what one loses."""
+        return self.decays and self.dtype == jnp.float32
+
+    @property
     def gate_rows(self) -> int:
         """Rows of the gate array."""
         return 9 if self.packed else 7
@@ -199,6 +204,8 @@ class StackGates:
             kept &= self.along_rows(Gates.DOCUMENT) == self.row(Gates.DOCUMENT)
         if self.plan.decays:
             exponent = self.along_rows(Gates.SUM) - self.row(Gates.SUM)
+            if self.plan.exact_sums:  # whose rest is there
+                exponent += self.along_rows(Gates.SUM_AGAIN) - self.row(Gates.SUM_AGAIN)
             with_diagonal = jnp.exp(jnp.where(kept, exponent, -jnp.inf))
         else:
             with_diagonal = jnp.where(kept, 1.0, 0.0)

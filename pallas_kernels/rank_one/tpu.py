@@ -15,7 +15,7 @@ from jaxtyping import Bool, Float
 from pallas_kernels.device import Unsupported, check_tpu, interpretation
 from pallas_kernels.rank_one.backward_tpu import backward
 from pallas_kernels.rank_one.forward_tpu import forward
-from pallas_kernels.rank_one.gates import decay_sums, gate_rows, unchunked
+from pallas_kernels.rank_one.gates import decay_sums, decay_sums_in_two, gate_rows, unchunked
 from pallas_kernels.rank_one.inputs import check_inputs
 from pallas_kernels.rank_one.layout import CHUNK
 from pallas_kernels.rank_one.tiles_tpu import Plan, choose_heads
@@ -127,13 +127,20 @@ def make_plan(
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _evaluate(plan, q, k, v, erase, write, log_decay, restart, state):
-    gates = gate_rows(erase, write, decay_sums(log_decay, write, restart), restart)
+    gates = _gates(plan, erase, write, log_decay, restart)
     results = forward(q, k, v, gates, state, plan)
     return results.o, results.final_state
 
 
+def _gates(plan, erase, write, log_decay, restart):
+    if not plan.exact_sums:
+        return gate_rows(erase, write, decay_sums(log_decay, write, restart), restart)
+    sums, rest = decay_sums_in_two(log_decay, write, restart)
+    return gate_rows(erase, write, sums, restart, rest)
+
+
 def _evaluate_forward(plan, q, k, v, erase, write, log_decay, restart, state):
-    gates = gate_rows(erase, write, decay_sums(log_decay, write, restart), restart)
+    gates = _gates(plan, erase, write, log_decay, restart)
     results = forward(q, k, v, gates, state, plan, residuals=True)
     kept = (gates, results.inverse, results.states, results.rows)
     kept = tuple(
