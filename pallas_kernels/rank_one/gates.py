@@ -40,7 +40,8 @@ def decay_sums_in_two(log_decay: Array | None, write: Array, restart: Array | No
     each has not.
     """
     if log_decay is None:
-        return (jnp.zeros_like(chunked(write)),) * 2
+        nothing = jnp.zeros_like(chunked(write))
+        return nothing, nothing
     decay = jnp.maximum(chunked(log_decay), FORGET)
     summed = EARLIER
     if restart is not None:
