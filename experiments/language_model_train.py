@@ -91,7 +91,9 @@ def run(flags: Flags, out: Path, console: Console) -> int:
                 folder.listener = stack.enter_context(closing(events)).write
             with jax.set_mesh(training.mesh):  # kernels are cut as it says
                 code = training.train(folder, stop)
-            console.print(f"Next: python -m experiments.{EXPERIMENT} generate {out}, or eval", soft_wrap=True)
+            if code == 0:
+                way_on = f"Next: python -m experiments.{EXPERIMENT} generate {out}, or eval"
+                console.print(way_on, soft_wrap=True)
             return code
 
 
