@@ -85,7 +85,7 @@ def robustness_rows(group: Group, records: Records) -> list[Row]:
 def summary_row(group: Group, records: Records) -> Row:
     """Return the clean accuracy, the mean accuracy over each family, and the final loss, over the seeds.
 
-    A diverged training has no accuracy; it is counted, so that it does not go unseen.
+    A diverged training has no accuracy and no final loss; it is counted, so that it does not go unseen.
     """
     row: Row = {"cell": group.variant, "lr": group.lr, "seeds": " ".join(map(str, group.seeds))}
     clean_family, clean = "scale", FAMILIES["scale"].strengths[0]
@@ -93,10 +93,12 @@ def summary_row(group: Group, records: Records) -> Row:
     for family, spec in FAMILIES.items():
         by_strength = [_accuracies(group, records, family, strength) for strength in spec.strengths]
         row |= _statistics(family, [mean(values) for values in zip(*by_strength, strict=True)])
-    losses = [smooth(_losses(run, records))[-1] for run in group.runs if _losses(run, records)]
-    row |= _statistics("final_loss", [float(loss) for loss in losses])
-    row["diverged"] = sum(record.get("run") in group.runs and "diverged" in record for record in records)
-    return row
+    diverged = [
+        record["run"] for record in records if record.get("run") in group.runs and "diverged" in record
+    ]
+    curves = [_losses(run, records) for run in group.runs if run not in diverged]
+    row |= _statistics("final_loss", [float(smooth(losses)[-1]) for losses in curves if losses])
+    return row | {"diverged": len(diverged)}
 
 
 def smooth(values: Sequence[float]) -> np.ndarray:

@@ -258,6 +258,9 @@ def test_statistics_are_mean_and_sample_deviation():
     summary = summary_row(group, records)
     assert summary["clean_mean"] == summary["noise_mean"] == pytest.approx(0.7)
     assert summary["final_loss_mean"] is None and summary["diverged"] == 0
+    losses = [{"run": run, "step": 1, "loss": loss} for run, loss in (("a", 1.0), ("b", 9.0))]
+    summary = summary_row(group, [*records, *losses, {"run": "b", "step": 2, "diverged": "loss is nan"}])
+    assert summary["final_loss_mean"] == 1 and summary["diverged"] == 1
 
 
 @pytest.fixture(scope="module")
