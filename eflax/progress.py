@@ -70,6 +70,10 @@ class Progress:
         elif time.monotonic() - self._last_line >= SECONDS_BETWEEN_LINES:
             self._print_line()
 
+    def tell(self, text: str) -> None:
+        """Print a line that stays, above the bar."""
+        self._console.print(text, markup=False)
+
     def _rate(self) -> float:
         """Return units a second since the first were done, which took compilation, too; 0 before that."""
         done, since = self._first or (self.done, 0.0)

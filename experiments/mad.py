@@ -24,6 +24,7 @@ from rich.table import Table
 from eflax.data.algorithmic import TEST, TRAIN, VALIDATION
 from eflax.data.mad import Batch, MadTask, shuffled_rows, steps_per_epoch
 from eflax.training import TRAINING, Checkpoints, RunFolder, StopRequest, Trainer, read_config
+from eflax.training.members import divergences
 from experiments import command, mad_join
 from experiments.command import FlagError, run_command
 from experiments.mad_flags import Flags, Plan, make_plan, resolve
@@ -190,6 +191,7 @@ class Run:
             shuffled_rows(self.task.train_size, settings.batch_size, settings.seeds),
             partial(self.validate, cut(judged, settings.batch_size), settings.test_size),
             finished=lambda grid: bool(grid.over.all()),
+            diverged=lambda grid: divergences(grid.diverged, [x._asdict() for x in settings.members]),
         )
 
     def training_examples(self) -> Batch:

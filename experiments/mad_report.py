@@ -67,10 +67,14 @@ def member_rows(records: Records) -> list[Row]:
 def result_row(rows: Sequence[Row]) -> Row:
     """Return the test accuracy of a layer at one setting, mean and sample SD over the seeds.
 
-    Learning rate and weight decay are those of the best mean accuracy on the examples that select.
+    Learning rate and weight decay are those of which the fewest seeds diverged, and of these the best mean accuracy on
+    the examples that select.
     """
-    choices = _grouped(rows, ("lr", "weight_decay"))
-    best = max(choices, key=lambda found: mean(row["selected_accuracy"] for row in found))
+
+    def merit(found: Sequence[Row]) -> tuple[int, float]:
+        return -sum(row["diverged"] > 0 for row in found), mean(row["selected_accuracy"] for row in found)
+
+    best = max(_grouped(rows, ("lr", "weight_decay")), key=merit)
     row = {key: best[0][key] for key in ("task", "setting", "layer", "lr", "weight_decay")}
     for metric in METRICS:
         row |= _statistics(metric, [found[metric] for found in best])

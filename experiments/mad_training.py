@@ -14,6 +14,7 @@ from jaxtyping import Array, Bool, Float, Int, PyTree
 
 from eflax.data.mad import Batch
 from eflax.training import TrainState, adamw, initial_state, make_train_step
+from eflax.training.members import guarded_step, select, summarize
 from eflax.training.step import decay_mask
 from experiments.mad_models import MadModel, loss_function
 
@@ -37,7 +38,7 @@ class Grid(NamedTuple):
     accuracy: Array  # macro, likewise
     best_step: Array
     step: Array
-    diverged: Array  # the step whose loss or gradient was not finite; 0 where there was none
+    diverged: Array  # the step after which something would not be finite, see `guarded_step`; 0 where there was none
     over: Array  # only a validation sets it
 
     @property
@@ -122,28 +123,16 @@ def make_step(
         batch = {key: x[rows["rows"]] for key, x in examples.items()}
         batch["weight"] *= rows["weight"][:, None]
         step = make_train_step(model, update(member.lr, member.weight_decay), loss_function)
-        train, metrics = step(member.train, batch)
-        sound = jnp.isfinite(metrics["loss"]) & jnp.isfinite(metrics["grad_norm"])
-        running = ~member.over & (member.diverged == 0)
-        count = member.step + 1
-        return member._replace(
-            train=_select(running & sound, train, member.train),
-            step=count,
-            diverged=jnp.where(running & ~sound, count, member.diverged),
-        ), metrics | {"running": running & sound}
+        running, count = ~member.over & (member.diverged == 0), member.step + 1
+        train, metrics, taken = guarded_step(step, member.train, batch, running)
+        diverged = jnp.where(running & ~taken, count, member.diverged)
+        return member._replace(train=train, step=count, diverged=diverged), (metrics, taken)
 
     def step(grid: Grid, rows: dict[str, Array], examples: dict[str, Array]) -> tuple[Grid, dict[str, Array]]:
         members = grid.lr.shape[0]
         tiled = {key: jnp.tile(x, (members // x.shape[0], 1)) for key, x in rows.items()}
-        grid, metrics = side_by_side(partial(advance, examples), (grid, tiled), together)
-        running = metrics.pop("running")
-        count = running.sum(dtype=jnp.float32)
-        means = {
-            key: jnp.where(running, metrics[key], 0).sum() / jnp.maximum(count, 1)
-            for key in ("loss", "accuracy")
-        }
-        largest = jnp.where(running, metrics["grad_norm"], 0).max()
-        return grid, means | {"grad_norm": largest, "running": count}
+        grid, (metrics, taken) = side_by_side(partial(advance, examples), (grid, tiled), together)
+        return grid, summarize(metrics, taken)
 
     return jax.jit(step, donate_argnums=0)
 
@@ -237,10 +226,6 @@ def keep_best(grid: Grid, scores: dict[str, Array], enough: float) -> Grid:
     better = runs & (scores["perplexity"] < grid.perplexity)
     kept = {"perplexity": scores["perplexity"], "accuracy": scores["accuracy"], "best_step": grid.step}
     old = {key: getattr(grid, key) for key in kept}
-    chosen = jax.vmap(_select)(better, kept | {"best": grid.train.params}, old | {"best": grid.best})
+    chosen = jax.vmap(select)(better, kept | {"best": grid.train.params}, old | {"best": grid.best})
     over = grid.over | (grid.diverged > 0) | (scores["accuracy"] > enough)
     return grid._replace(**chosen, over=over)
-
-
-def _select(chosen: Bool[Array, ""], new: PyTree, old: PyTree) -> PyTree:
-    return jax.tree.map(lambda x, y: jnp.where(chosen, x, y), new, old)

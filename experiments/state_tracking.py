@@ -5,59 +5,35 @@
 
 import signal
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
-from functools import partial
 from pathlib import Path
-from typing import Any
 
 if __name__ == "__main__":  # Ctrl-C ends the imports without a traceback; later StopRequest takes over
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-from flax import nnx
 from rich.console import Console
 
-from eflax.data.algorithmic import Batch, pad
 from eflax.data.algorithmic_tasks import TASKS
-from eflax.evaluation.length import accuracy, sum_scores
-from eflax.progress import Progress
-from eflax.training import (
-    TRAINING,
-    Checkpoints,
-    Diverged,
-    RunFolder,
-    RunFolderError,
-    StopRequest,
-    Trainer,
-)
+from eflax.training import TRAINING, RunFolder, StopRequest, Trainer
 from experiments import command
 from experiments.command import FlagError, run_command
 from experiments.state_tracking_flags import PRECISIONS, Flags, Plan, make_plan
-from experiments.state_tracking_models import (
-    Arm,
-    Selected,
-    build_model,
-    forward,
-    keep_best,
-    make_score,
-    make_step,
-    num_parameters,
-    optimizer,
-    start,
-)
+from experiments.state_tracking_models import build_model
 from experiments.state_tracking_report import write_report
+from experiments.state_tracking_run import Run, logits_of
 
 EXPERIMENT = "state_tracking"
 NOT_SAVED = (*command.NOT_SAVED, "lengths", "eval_only")
 POINT = {"seed": "a whole number", "final": "a number", "sequence": "a number", "token": "a number"}
 RECORDS = TRAINING | {
     "length": {"length": "a positive whole number", "count": "a positive whole number", **POINT},
+    "diverged_at": {"diverged_at": "a positive whole number"},
     "validation": {"validation": "a positive whole number", "best_step": "a whole number", **POINT},
     "parameters": {"parameters": "a positive whole number"},
-    "diverged": {"diverged": "text"},
+    "diverged": {"diverged": "text", "seed": "a whole number"},
 }
 
 
@@ -101,8 +77,7 @@ def run(flags: Flags, out: Path, console: Console) -> int:
             )
             diverged = []
             for arm in plan.arms:
-                if error := Run(arm, flags, plan, trainer).run():
-                    diverged.append(error)
+                diverged += Run(arm, flags, plan, trainer).run()
                 write_report(folder, plan, console)  # what is done can be read while the next model trains
             console.print(f"Figures, tables, metrics and checkpoints: {out}")
     for error in diverged:
@@ -119,129 +94,6 @@ def check_models(flags: Flags, plan: Plan, stop: StopRequest) -> None:
         except (ValueError, TypeError) as error:
             raise FlagError(f"--model {arm.name}: {error}") from error
         stop.check()
-
-
-def logits_of(flags: Flags) -> Callable[..., Any]:
-    """Return the forward pass that training uses."""
-    return forward(truncate=flags.truncate, remat=flags.remat, unroll=flags.unroll)
-
-
-class Run:
-    """The trainings of one model, of all seeds together, and their evaluation."""
-
-    def __init__(self, arm: Arm, flags: Flags, plan: Plan, trainer: Trainer) -> None:
-        self.arm, self.flags, self.plan, self.trainer = arm, flags, plan, trainer
-        self.task, self.folder = TASKS[plan.task], trainer.folder
-        model = nnx.eval_shape(lambda: build_model(arm, plan.sizes, 0))
-        update = optimizer(plan.lr, plan.steps, plan.sizes.width)
-        self.start = partial(start, arm, plan.sizes, plan.seeds, update)
-        self.step = make_step(model, update, logits_of(flags), plan.seeds)
-        self.score = make_score(model, forward(unroll=flags.unroll))
-
-    def run(self) -> str | None:
-        """Do what is left; returns what went wrong if a training diverged."""
-        for record in self.records():
-            if "diverged" in record:
-                return record["diverged"]
-        if self.finished() and not self.lengths_left(self.plan.steps):
-            return None
-        state, step = self.start(), self.plan.steps
-        try:
-            state, step = self.restore(state) if self.flags.eval_only else (self.train(state), step)
-        except Diverged as error:
-            message = f"{self.arm.name} {error}"
-            self.folder.append([{"run": self.arm.name, "step": step, "diverged": message}])
-            return message
-        self.evaluate(state, step)
-        return None
-
-    def records(self) -> list[dict[str, Any]]:
-        """Return what is on record of this model."""
-        return [record for record in self.folder.records() if record.get("run") == self.arm.name]
-
-    def finished(self) -> bool:
-        """Whether the last step is on record."""
-        return any("validation" in record and record["step"] == self.plan.steps for record in self.records())
-
-    def train(self, state: Selected) -> Selected:
-        """Train to the last step."""
-        if not self.records():
-            parameters = num_parameters(state.params, len(self.plan.seeds))
-            self.folder.append([{"run": self.arm.name, "step": 0, "parameters": parameters}])
-        examples = self.task.validation(self.plan.validation_size)
-        validate = partial(self.validate, examples)
-        batches = self.task.batches(self.plan.batch_size)
-        return self.trainer.train(self.arm.name, state, self.step, batches, validate)
-
-    def restore(self, state: Selected) -> tuple[Selected, int]:
-        """Return the newest checkpoint and its step."""
-        checkpoints = Checkpoints(self.folder.path / "checkpoints" / self.arm.name)
-        try:
-            state, meta = checkpoints.restore(state)
-        finally:
-            checkpoints.close()
-        if not int(state.best_step.max()):
-            raise RunFolderError(
-                f"{self.folder.path}: {self.arm.name} has not been validated yet; train it further"
-            )
-        return state, meta["step"]
-
-    def validate(self, examples: Batch, step: int, state: Selected) -> tuple[Selected, list[dict[str, Any]]]:
-        """Return the state with the best parameters so far, and a record for each seed."""
-        totals = self.totals(state.train.params, state, examples)
-        count = len(examples["tokens"])
-        state = keep_best(
-            state, jnp.asarray(totals["loss"] / count, jnp.float32), jnp.asarray(step, jnp.int32)
-        )
-        best = np.asarray(state.best_step)
-        return state, [
-            {"validation": count, **self.point(totals, index, count), "best_step": int(best[index])}
-            for index in range(len(self.plan.seeds))
-        ]
-
-    def totals(self, params: Any, state: Selected, examples: Batch) -> dict[str, Any]:
-        """Return the summed scores [seeds] of these parameters."""
-        return sum_scores(partial(self.score, params, state.train.rest), examples, self.flags.eval_batch_size)
-
-    def point(self, totals: dict[str, Any], index: int, count: int) -> dict[str, Any]:
-        """Return the accuracies and the loss of one seed."""
-        mine = {key: float(value[index]) for key, value in totals.items()}
-        found = {metric: accuracy(mine, metric, count) for metric in ("final", "sequence", "token")}
-        return {"seed": self.plan.seeds[index], **found, "example_loss": mine["loss"] / count}
-
-    def lengths_left(self, step: int) -> list[int]:
-        """Return the test lengths that are not on record for this step."""
-        done = {
-            record["length"] for record in self.records() if "length" in record and record["step"] == step
-        }
-        return [n for n in self.flags.lengths or self.task.test_lengths if n not in done]
-
-    def evaluate(self, state: Selected, step: int) -> None:
-        """Leave records of the best parameters at each length; stops between two.
-
-        All lengths of the paper are padded to the longest, so that one compiled program serves them.
-        """
-        lengths, best = self.lengths_left(step), np.asarray(state.best_step)
-        longest = self.task.num_tokens(max(self.task.test_lengths))
-        with Progress(f"evaluate {self.arm.name}", len(lengths), unit="lengths") as progress:
-            for length in lengths:
-                examples = self.task.test(length, self.plan.test_size)
-                examples = pad(examples, max(longest, examples["tokens"].shape[1]))
-                totals, count = self.totals(state.best, state, examples), len(examples["tokens"])
-                points = [self.point(totals, index, count) for index in range(len(self.plan.seeds))]
-                self.folder.append(
-                    {
-                        "run": self.arm.name,
-                        "step": step,
-                        "length": length,
-                        "count": count,
-                        **point,
-                        "best_step": int(at),
-                    }
-                    for point, at in zip(points, best, strict=True)
-                )
-                progress.advance(1, accuracy=sum(point[self.task.metric] for point in points) / len(points))
-                self.trainer.stop.check()
 
 
 if __name__ == "__main__":

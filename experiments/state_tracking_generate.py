@@ -77,9 +77,10 @@ def show(flags: GenerateFlags, console: Console) -> int:
     seed = _choose("--seed", flags.seed, {seed: index for index, seed in enumerate(plan.seeds)})
     example = draw(task, plan, flags)
     with jax.default_matmul_precision(PRECISIONS[saved.precision]):
-        chances = predict(flags.run, arm, plan, seed, example["tokens"])
+        chances, taken = predict(flags.run, arm, plan, seed, example["tokens"])
     name = f"{arm.name}-seed{plan.seeds[seed]}-length{flags.length or task.test_lengths[0]}-{flags.example}"
     print_answers(task, example, chances, name, console)
+    console.print(taken)
     out = flags.out or flags.run / f"example-{name}.png"
     draw_answers(task, example, chances, name, out)
     console.print(f"Figure: {out}")
@@ -106,8 +107,10 @@ def draw(task: Task, plan: Plan, flags: GenerateFlags) -> dict[str, np.ndarray]:
     return {key: x[: int((row["tokens"] != PAD).sum())] for key, x in row.items()}
 
 
-def predict(run: Path, arm: Arm, plan: Plan, seed: int, tokens: np.ndarray) -> Float[np.ndarray, "T V"]:
-    """Return the probability of every token as the answer after each prefix."""
+def predict(
+    run: Path, arm: Arm, plan: Plan, seed: int, tokens: np.ndarray
+) -> tuple[Float[np.ndarray, "T V"], str]:
+    """Return the probability of every token as the answer after each prefix, and whose parameters were taken."""
     update = optimizer(plan.lr, plan.steps, plan.sizes.width)
     checkpoints = Checkpoints(run / "checkpoints" / arm.name)
     try:
@@ -120,7 +123,9 @@ def predict(run: Path, arm: Arm, plan: Plan, seed: int, tokens: np.ndarray) -> F
     logits = jax.jit(lambda p, r, x: forward()(nnx.merge(graph, p, r), x))(
         params, rest, jnp.asarray(tokens)[None]
     )
-    return np.asarray(jax.nn.softmax(logits[0], axis=-1))
+    taken, at = f"Parameters of step {state.best_step[seed]}", int(state.diverged[seed])
+    taken += f"; seed {plan.seeds[seed]} diverged at step {at}" if at else ""
+    return np.asarray(jax.nn.softmax(logits[0], axis=-1)), taken
 
 
 def print_answers(

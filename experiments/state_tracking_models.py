@@ -19,6 +19,7 @@ from eflax.layers import LAYERS, no_weight_decay
 from eflax.models import RLT, BlockConfig, LanguageModel, LanguageModelConfig, RLTConfig, named_config
 from eflax.models.rlt import BASE_WIDTH
 from eflax.training import TrainState, adamw, initial_state, make_train_step
+from eflax.training.members import guarded_step, select, summarize
 from experiments.command import FlagError, Options, split_options
 
 LOOPED = ("rlt1", "rlt2", "rlt0", "gpt")
@@ -148,12 +149,19 @@ def optimizer(lr: float, steps: int, width: int) -> optax.GradientTransformation
 
 
 class Selected(NamedTuple):
-    """Trainings of several seeds, each leaf with a leading axis of them, and the best parameters of each so far."""
+    """Trainings of several seeds, each leaf with a leading axis of them, and the best parameters of each so far.
+
+    A seed stands still once it has diverged.
+    """
 
     train: TrainState
     best: PyTree
     best_loss: Array  # [seeds], the least validation loss
     best_step: Array  # [seeds] int32, the earliest step that has it
+    step: Array  # [seeds] int32
+    diverged: (
+        Array  # [seeds] int32, the step after which something would not be finite; 0 where there was none
+    )
 
     @property
     def params(self) -> PyTree:
@@ -166,7 +174,10 @@ def start(arm: Arm, sizes: Sizes, seeds: tuple[int, ...], update: optax.Gradient
     states = [initial_state(build_model(arm, sizes, seed), update) for seed in seeds]
     train = jax.tree.map(lambda *leaves: jnp.stack(leaves), *states)
     best_loss = jnp.full(len(seeds), jnp.inf, jnp.float32)
-    return Selected(train, jax.tree.map(jnp.copy, train.params), best_loss, jnp.zeros(len(seeds), jnp.int32))
+    zeros = (
+        jnp.zeros(len(seeds), jnp.int32) for _ in range(3)
+    )  # buffers of their own: the step gives them away
+    return Selected(train, jax.tree.map(jnp.copy, train.params), best_loss, *zeros)
 
 
 def loss_function(
@@ -180,14 +191,22 @@ def loss_function(
 def make_step(
     model: nnx.Module, update: optax.GradientTransformation, logits: Forward, seeds: tuple[int, ...]
 ) -> Callable[[Selected, Any], tuple[Selected, dict[str, Array]]]:
-    """Return the jitted train step of all seeds on the same batch; metrics are means but the largest gradient norm."""
-    each = jax.vmap(make_train_step(model, update, partial(loss_function, logits)), in_axes=(0, None))
+    """Return the jitted train step of all seeds on the same batch; metrics as `summarize` has them.
+
+    Beside them is the loss of each seed, NaN where it has diverged. Such a seed keeps the parameters it had, and the
+    others go on.
+    """
+    one = make_train_step(model, update, partial(loss_function, logits))
+    each = jax.vmap(partial(guarded_step, one), in_axes=(0, None, 0))
 
     def step(state: Selected, batch: dict[str, Array]) -> tuple[Selected, dict[str, Array]]:
-        train, metrics = each(state.train, batch)
-        losses = {f"loss_seed{seed}": metrics["loss"][n] for n, seed in enumerate(seeds)}
-        means = {"loss": metrics["loss"].mean(), "accuracy": metrics["accuracy"].mean()}
-        return state._replace(train=train), means | {"grad_norm": metrics["grad_norm"].max()} | losses
+        running, count = state.diverged == 0, state.step + 1
+        train, metrics, taken = each(state.train, batch, running)
+        diverged = jnp.where(running & ~taken, count, state.diverged)
+        each_loss = jnp.where(taken, metrics["loss"], jnp.nan)
+        losses = {f"loss_seed{seed}": each_loss[n] for n, seed in enumerate(seeds)}
+        state = state._replace(train=train, step=count, diverged=diverged)
+        return state, summarize(metrics, taken) | losses
 
     return jax.jit(step, donate_argnums=0)
 
@@ -204,16 +223,12 @@ def make_score(model: nnx.Module, logits: Forward) -> Callable[..., dict[str, Ar
 
 
 @partial(jax.jit, donate_argnums=0)
-def keep_best(state: Selected, loss: Float[Array, "S"], step: Int[Array, ""]) -> Selected:
+def keep_best(state: Selected, loss: Float[Array, "S"]) -> Selected:
     """Return the state with the present parameters as the best of those seeds whose validation loss is a new least."""
-    better = loss < state.best_loss
-
-    def select(new: Array, old: Array) -> Array:
-        return jnp.where(better.reshape(-1, *(1,) * (new.ndim - 1)), new, old)
-
-    best = jax.tree.map(select, state.train.params, state.best)
-    losses, steps = select(loss, state.best_loss), jnp.where(better, step, state.best_step)
-    return Selected(state.train, best, losses, steps)
+    better = (loss < state.best_loss) & (state.diverged == 0)
+    new, old = (state.train.params, loss, state.step), (state.best, state.best_loss, state.best_step)
+    best, losses, steps = jax.vmap(select)(better, new, old)
+    return state._replace(best=best, best_loss=losses, best_step=steps)
 
 
 def num_parameters(params: PyTree, seeds: int) -> int:

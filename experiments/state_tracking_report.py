@@ -1,6 +1,6 @@
 """Tables and figures of a state-tracking run, all from its records."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from statistics import mean, stdev
 from typing import Any
 
@@ -21,6 +21,7 @@ from experiments.state_tracking_flags import Plan
 from experiments.state_tracking_published import published_curve, published_validation
 
 METRICS = ("final", "token", "sequence")
+LOST = "diverged: seed@step"
 
 type Records = list[dict[str, Any]]
 type Row = dict[str, Any]
@@ -44,7 +45,7 @@ def write_report(folder: RunFolder, plan: Plan, console: Console) -> None:
 def length_rows(name: str, plan: Plan, records: Records) -> list[Row]:
     """Return a row for each test length of a model: mean and sample SD over the seeds, in 0..1, and what is published.
 
-    Of evaluations of several checkpoints the newest counts.
+    Of evaluations of several checkpoints the newest counts. Seeds that diverged are named, and are not in the means.
     """
     mine = [record for record in records if record.get("run") == name and "length" in record]
     newest = [record for record in mine if record["step"] == max(record["step"] for record in mine)]
@@ -52,18 +53,25 @@ def length_rows(name: str, plan: Plan, records: Records) -> list[Row]:
     for length in sorted({record["length"] for record in newest}):
         found = [record for record in newest if record["length"] == length]
         row: Row = {"task": plan.task, "model": name, "length": length, "step": found[0]["step"]}
+        sound = [record for record in found if "diverged_at" not in record]
         for metric in METRICS:
-            row |= _statistics(metric, [record[metric] for record in found])
+            row |= _statistics(metric, [record[metric] for record in sound])
         at = published_curve(plan.task, name).get(length, (None, None))
         row |= {"published_mean": _fraction(at[0]), "published_sd": _fraction(at[1])}
-        rows.append(row | {"seeds": len(found), "count": found[0]["count"]})
+        row |= {"seeds": len(sound), "count": found[0]["count"]}
+        lost = [(record["seed"], record["diverged_at"]) for record in found if "diverged_at" in record]
+        rows.append(row | {"diverged": _lost(lost)})
     return rows
 
 
 def validation_rows(name: str, plan: Plan, records: Records) -> list[Row]:
-    """Return a row for each validation of a model: mean and sample SD over the seeds, and what is published."""
+    """Return a row for each validation of a model: mean and sample SD over the seeds, and what is published.
+
+    Seeds that had diverged by then are named, and are not in the means.
+    """
     mine = [record for record in records if record.get("run") == name]
     parameters = next((record["parameters"] for record in mine if "parameters" in record), None)
+    diverged = [(record["seed"], record["step"]) for record in mine if "diverged" in record]
     rows = []
     for step in sorted({record["step"] for record in mine if "validation" in record}):
         found = [record for record in mine if "validation" in record and record["step"] == step]
@@ -73,12 +81,19 @@ def validation_rows(name: str, plan: Plan, records: Records) -> list[Row]:
             row |= _statistics(metric, [record[metric] for record in found])
         at = published_validation(plan.task, step, name) or (None, None)
         row |= {"published_mean": _fraction(at[0]), "published_sd": _fraction(at[1])}
-        rows.append(row | {"best_steps": " ".join(str(record["best_step"]) for record in found)})
+        row |= {"best_steps": " ".join(str(record["best_step"]) for record in found)}
+        rows.append(row | {"diverged": _lost((seed, at) for seed, at in diverged if at <= step)})
     return rows
 
 
+def _lost(diverged: Iterable[tuple[int, int]]) -> str:
+    """Return seeds and the steps at which they diverged as text."""
+    return " ".join(f"{seed}@{step}" for seed, step in diverged)
+
+
 def _statistics(name: str, values: Sequence[float]) -> Row:
-    return {f"{name}_mean": mean(values), f"{name}_sd": stdev(values) if len(values) > 1 else None}
+    spread = stdev(values) if len(values) > 1 else None
+    return {f"{name}_mean": mean(values) if values else None, f"{name}_sd": spread}
 
 
 def _fraction(percent: float | None) -> float | None:
@@ -92,7 +107,7 @@ def _draw_lengths(plan: Plan, points: list[Row]) -> Figure:
         rows = [row for row in points if row["model"] == arm.name]
         if not rows:  # not tested yet
             continue
-        _band(panel, [row["length"] for row in rows], rows, task.metric, f"C{index}", arm.name)
+        _band(panel, "length", rows, task.metric, f"C{index}")
         paper = published_curve(plan.task, arm.name)
         if paper:
             values = [value for value, _ in paper.values()]
@@ -116,14 +131,18 @@ def _draw_validations(plan: Plan, rows: list[Row]) -> Figure:
     metric = TASKS[plan.task].metric
     for index, arm in enumerate(plan.arms):
         mine = [row for row in rows if row["model"] == arm.name]
-        _band(panel, [row["step"] for row in mine], mine, metric, f"C{index}", arm.name)
+        if mine:  # not validated yet, or all diverged before
+            _band(panel, "step", mine, metric, f"C{index}")
     panel.set(xlabel="step", ylabel=f"{metric} accuracy (%)", ylim=(-2, 102))
     panel.set_title(f"{plan.task}: validation at training lengths")
     _finish(panel)
     return figure
 
 
-def _band(panel: Axes, x: Sequence[int], rows: list[Row], metric: str, color: str, label: str) -> None:
+def _band(panel: Axes, axis: str, rows: list[Row], metric: str, color: str) -> None:
+    """Draw the mean of a model over the column `axis`, and its spread over the seeds that have not diverged."""
+    x, lost = [row[axis] for row in rows], rows[-1]["diverged"]
+    label = rows[0]["model"] + (f" (diverged: {lost})" if lost else "")
     middle = 100 * np.array([row[f"{metric}_mean"] for row in rows], float)
     spread = 100 * np.array(
         [row[f"{metric}_sd"] for row in rows], float
@@ -147,11 +166,13 @@ def _print_lengths(plan: Plan, points: list[Row], console: Console) -> None:
     metric = TASKS[plan.task].metric
     names = list(dict.fromkeys(row["model"] for row in points))
     lengths = sorted({row["length"] for row in points})
-    table = Table(Column("model", no_wrap=True), *(str(length) for length in lengths))
+    lost = {row["model"]: row["diverged"] for row in points if row["diverged"]}
+    table = Table(Column("model", no_wrap=True), *map(str, lengths), *[LOST] * bool(lost))
     table.title = f"{plan.task}: {metric} accuracy (%) by test length, mean ± sample SD; below: published"
     for name in names:
         rows = {row["length"]: row for row in points if row["model"] == name}
-        table.add_row(name, *(_percent(rows.get(length), metric) for length in lengths))
+        values = [_percent(rows.get(length), metric) for length in lengths]
+        table.add_row(name, *values, *[lost.get(name, "")] * bool(lost))
         if any(row["published_mean"] is not None for row in rows.values()):
             table.add_row("  published", *(_percent(rows.get(length), "published") for length in lengths))
     console.print(table)
@@ -159,14 +180,16 @@ def _print_lengths(plan: Plan, points: list[Row], console: Console) -> None:
 
 def _print_validations(plan: Plan, rows: list[Row], console: Console) -> None:
     metric = TASKS[plan.task].metric
-    table = Table(
-        Column("model", no_wrap=True), "parameters", "step", "loss", metric, "published", "best steps"
-    )
+    last = {row["model"]: row for row in rows}.values()
+    lost = [LOST] * any(row["diverged"] for row in last)
+    names = "parameters", "step", "loss", metric, "published", "best steps"
+    table = Table(Column("model", no_wrap=True), *names, *lost)
     table.title = f"{plan.task}: last validation, at training lengths (%)"
-    for row in {row["model"]: row for row in rows}.values():  # the last of each
+    for row in last:
         count = "" if row["parameters"] is None else f"{row['parameters']:,}"
         figures = [f"{row['loss_mean']:.4f}", _percent(row, metric), _percent(row, "published")]
-        table.add_row(row["model"], count, str(row["step"]), *figures, row["best_steps"])
+        rest = row["best_steps"], *[row["diverged"]] * len(lost)
+        table.add_row(row["model"], count, str(row["step"]), *figures, *rest)
     console.print(table)
 
 

@@ -311,11 +311,13 @@ def test_the_choice_is_by_the_selecting_examples_and_of_all_seeds():
         record(1e-3, 2, 0.5, 0.5),
         record(1e-2, 1, 0.6, 0.9),
         record(1e-2, 2, 0.6, 0.8, diverged=7),
+        record(1e-1, 1, 1.0, 0.9),  # the best, but for a seed that diverged
+        record(1e-1, 2, 1.0, 0.8, diverged=7),
     ]
     row = result_row(member_rows(records))
     assert (row["lr"], row["macro"], row["micro"], row["seeds"]) == (1e-3, 0.4, 0.2, "1 2")
     assert row["macro_sd"] == pytest.approx(0.02**0.5) and row["chance"] == 1 / 16
-    assert (row["diverged"], row["trainings"]) == (1, 4)
+    assert (row["diverged"], row["trainings"]) == (2, 6)
     baseline = {**row, "setting": "compression", "macro": 0.6}
     score = score_row([baseline, row])
     assert (score["macro"], score["macro_sd"], score["settings"]) == (0.5, None, 2)
@@ -348,6 +350,11 @@ def test_a_run_leaves_its_files(whole_run):
     tested = [record for record in logged if "test" in record]
     assert [(x["lr"], x["seed"]) for x in tested] == [(0.01, 1), (0.01, 2), (4e9, 1), (4e9, 2)]
     assert [x["diverged"] > 0 for x in tested] == [False, False, True, True]
+    lost = [record for record in logged if isinstance(record.get("diverged"), str)]
+    assert [(x["lr"], x["seed"]) for x in lost] == [(4e9, 1), (4e9, 2)]
+    assert lost[0]["diverged"].startswith(
+        f"lr 4000000000.0, weight decay 0.0, seed 1 diverged at step {lost[0]['step']}"
+    )
     assert tested[0]["perplexity"] != tested[1]["perplexity"] and all(x["finished"] for x in tested)
     with (whole_run / "results.csv").open() as stream:
         (row,) = csv.DictReader(stream)

@@ -14,14 +14,27 @@ import pytest
 from eflax.data.algorithmic_tasks import TASKS
 from eflax.evaluation.length import accuracy, example_scores, sum_scores
 from eflax.training import TrainState
-from experiments import state_tracking
+from experiments import state_tracking, state_tracking_run
 from experiments.command import FlagError, saved_flags
 from experiments.state_tracking_flags import PRESETS, make_plan
 from experiments.state_tracking_models import Arm, Selected, keep_best, optimizer, parse_model
 from experiments.state_tracking_published import CURVES, published_curve, published_validation
 from experiments.state_tracking_report import length_rows
 
-SMALL = ["--task", "swaps", "--model", "rlt1:1+1", "--seeds", "1", "2", "--width", "16", "--num-heads", "2"]
+SMALL = [
+    "--task",
+    "swaps",
+    "--model",
+    "rlt1:1+1",
+    "--seeds",
+    "1",
+    "2",
+    "3",
+    "--width",
+    "16",
+    "--num-heads",
+    "2",
+]
 SHORT = ["--steps", "4", "--batch-size", "4", "--validate-every", "2", "--checkpoint-every", "2"]
 FEW = ["--lengths", "32", "--test-size", "6", "--validation-size", "6", "--eval-batch-size", "4"]
 
@@ -174,11 +187,13 @@ def test_the_earliest_of_equal_validation_losses_is_kept():
         params = {"w": jnp.full((2, 3), value, jnp.float32)}
         return TrainState(params, {}, optax.EmptyState())
 
-    state = Selected(at(0.0), at(0.0).params, jnp.full(2, jnp.inf), jnp.zeros(2, jnp.int32))
-    for step, losses in enumerate(([1.0, 3.0], [1.0, 2.0], [2.0, jnp.nan]), start=1):
-        state = keep_best(
-            state._replace(train=at(float(step))), jnp.asarray(losses, jnp.float32), jnp.int32(step)
-        )
+    zeros = (jnp.zeros(2, jnp.int32) for _ in range(3))
+    state = Selected(at(0.0), at(0.0).params, jnp.full(2, jnp.inf), *zeros)
+    for step, losses in enumerate(([1.0, 3.0], [1.0, 2.0], [2.0, jnp.nan], [3.0, 0.0]), start=1):
+        state = state._replace(train=at(float(step)), step=jnp.full(2, step, jnp.int32))
+        if step == 4:  # what stands still since it diverged is not validated
+            state = state._replace(diverged=jnp.array([0, 4], jnp.int32))
+        state = keep_best(state, jnp.asarray(losses, jnp.float32))
     np.testing.assert_array_equal(state.best["w"][:, 0], [1, 2])
     np.testing.assert_array_equal(state.best_step, [1, 2])
     np.testing.assert_array_equal(state.best_loss, [1, 2])
@@ -204,9 +219,36 @@ def test_rows_are_of_the_newest_checkpoint():
 
 
 @pytest.fixture(scope="module")
-def whole_run(compiled_once, tmp_path_factory):
+def third_seed_diverges():
+    """Let a moment of Adam of the third seed become NaN before step 3."""
+    make_step = state_tracking_run.make_step
+
+    def poison(moment):
+        values = np.array(moment)
+        if values.ndim > 1:  # else it is a count
+            values[2] = np.nan
+        return jnp.asarray(values)
+
+    def make(*arguments):
+        step = make_step(*arguments)
+
+        def poisoned(state, batch):
+            if int(state.step[0]) == 2:
+                wrong = jax.tree.map(poison, state.train.opt_state)
+                state = state._replace(train=state.train._replace(opt_state=wrong))
+            return step(state, batch)
+
+        return poisoned
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(state_tracking_run, "make_step", make)
+        yield
+
+
+@pytest.fixture(scope="module")
+def whole_run(compiled_once, third_seed_diverges, tmp_path_factory):
     out = tmp_path_factory.mktemp("state") / "run"
-    assert state_tracking.main([*SMALL, *SHORT, *FEW, "--out", str(out)]) == 0
+    assert state_tracking.main([*SMALL, *SHORT, *FEW, "--out", str(out)]) == 1
     return out
 
 
@@ -219,15 +261,39 @@ def test_a_run_leaves_its_files(whole_run):
     logged = records(whole_run)
     assert logged[0] == {"run": "rlt1-1+1", "step": 0, "parameters": logged[0]["parameters"]}
     assert [record["step"] for record in logged if "loss" in record] == [1, 2, 3, 4]
-    assert [(x["step"], x["seed"]) for x in logged if "validation" in x] == [(2, 1), (2, 2), (4, 1), (4, 2)]
     tested = [record for record in logged if "length" in record]
-    assert [(x["length"], x["seed"], x["count"]) for x in tested] == [(32, 1, 6), (32, 2, 6)]
+    assert [(x["length"], x["seed"], x["count"]) for x in tested] == [(32, 1, 6), (32, 2, 6), (32, 3, 6)]
     assert tested[0]["example_loss"] != tested[1]["example_loss"]
-    with (whole_run / "lengths.csv").open() as stream:
-        (row,) = csv.DictReader(stream)
-    assert (row["model"], row["length"], row["seeds"]) == ("rlt1-1+1", "32", "2")
     for name in ("lengths.png", "validation.png"):
         assert (whole_run / name).read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_seed_that_diverges_stands_still_alone_and_is_named(whole_run, capsys):
+    logged = records(whole_run)
+    (lost,) = (record for record in logged if "diverged" in record)
+    assert (lost["step"], lost["seed"]) == (3, 3) and "seed 3 diverged at step 3: its loss" in lost[
+        "diverged"
+    ]
+    steps = [record for record in logged if "loss" in record]
+    assert [record["running"] for record in steps] == [3, 3, 2, 2]
+    assert ["loss_seed3" in record for record in steps] == [True, True, False, False]
+    assert steps[-1]["loss"] == pytest.approx((steps[-1]["loss_seed1"] + steps[-1]["loss_seed2"]) / 2)
+    validated = [(x["step"], x["seed"]) for x in logged if "validation" in x]
+    assert validated == [(2, 1), (2, 2), (2, 3), (4, 1), (4, 2)]
+    tested = [record for record in logged if "length" in record]
+    assert [x.get("diverged_at") for x in tested] == [None, None, 3] and tested[2]["best_step"] == 2
+    for name in ("lengths.csv", "validation.csv"):
+        with (whole_run / name).open() as stream:
+            row = list(csv.DictReader(stream))[-1]
+        assert (row["model"], row["diverged"]) == ("rlt1-1+1", "3@3")
+    with (whole_run / "lengths.csv").open() as stream:
+        (row,) = csv.DictReader(stream)
+    assert (row["length"], row["seeds"]) == ("32", "2")
+    assert float(row["token_mean"]) == pytest.approx((tested[0]["token"] + tested[1]["token"]) / 2)
+    assert state_tracking.main(["--resume", str(whole_run), "--lengths", "32"]) == 1
+    told = capsys.readouterr()
+    assert "error: rlt1-1+1: seed 3 diverged at step 3" in told.err and "3@3" in told.out
+    assert records(whole_run) == logged
 
 
 def test_a_resumed_run_ends_as_one_that_was_not_stopped(whole_run, tmp_path, capsys):
@@ -235,11 +301,14 @@ def test_a_resumed_run_ends_as_one_that_was_not_stopped(whole_run, tmp_path, cap
     shutil.copytree(whole_run, out)
     shutil.rmtree(out / "checkpoints" / "rlt1-1+1" / "4")
     lines = (out / "metrics.jsonl").read_text().splitlines(keepends=True)
-    (out / "metrics.jsonl").write_text("".join(line for line in lines if '"step": 4' not in line))
+    (out / "metrics.jsonl").write_text("".join(line for line in lines if json.loads(line)["step"] < 3))
     assert state_tracking.main(["--resume", str(out), "--eval-only", "--lengths", "32"]) == 0
     early = [record for record in records(out) if "length" in record]
-    assert [(record["step"], record["best_step"]) for record in early] == [(2, 2), (2, 2)]
-    assert state_tracking.main(["--resume", str(out), "--lengths", "32"]) == 0
+    assert [(record["step"], record["best_step"]) for record in early] == [(2, 2)] * 3
+    assert state_tracking.main(["--resume", str(out), "--lengths", "32"]) == 1
+    assert (
+        "rlt1-1+1: seed 3 diverged at step 3" in capsys.readouterr().out
+    )  # once more, for it is trained anew
     again = [record for record in records(out) if record not in early]
     assert again == records(whole_run)
     capsys.readouterr()
@@ -248,11 +317,13 @@ def test_a_resumed_run_ends_as_one_that_was_not_stopped(whole_run, tmp_path, cap
 
 
 def test_generate_shows_the_state(whole_run, capsys):
-    assert state_tracking.main(["generate", "--run", str(whole_run), "--seed", "2", "--example", "1"]) == 0
-    assert capsys.readouterr().out.count("0.0") >= 30  # the probability of the right answer after each prefix
-    assert (whole_run / "example-rlt1-1+1-seed2-length32-1.png").exists()
+    assert state_tracking.main(["generate", "--run", str(whole_run), "--seed", "3", "--example", "1"]) == 0
+    shown = capsys.readouterr().out
+    assert shown.count("0.0") >= 30  # the probability of the right answer after each prefix
+    assert "Parameters of step 2; seed 3 diverged at step 3" in shown
+    assert (whole_run / "example-rlt1-1+1-seed3-length32-1.png").exists()
     for flags, message in (
-        (["--seed", "3"], "--seed 3: the run has 1, 2"),
+        (["--seed", "4"], "--seed 4: the run has 1, 2, 3"),
         (["--model", "gpt-8"], "--model gpt-8: the run has rlt1-1\\+1"),
         (["--example", "6"], "--example 6: the run has tests 0 to 5"),
     ):

@@ -6,7 +6,9 @@ import os
 import select
 import signal
 import time
+from contextlib import nullcontext
 from threading import Timer
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -158,6 +160,41 @@ def test_parameters_that_are_not_finite_are_not_saved(tmp_path):
     with pytest.raises(Diverged, match="step 1: a parameter is not finite"):
         train(tmp_path / "run", 20, wrapper, checkpoint_every=1)
     assert Checkpoints(tmp_path / "run" / "checkpoints" / "tiny").latest_step() == 0
+
+
+class Counted(NamedTuple):
+    params: jax.Array
+
+
+@pytest.mark.parametrize("stopped_after", [None, 5, 7])
+def test_a_diverged_member_is_told_once_and_the_last_ends_the_training(tmp_path, capsys, stopped_after):
+    """One member of two diverges at step 5, the other at step 7; states are looked at every four steps."""
+    limits, asked = {"a": 5, "b": 7}, []
+
+    def step(state, _):
+        count = int(state.params) + 1
+        losses = {name: jnp.float32(1 if count < limit else jnp.nan) for name, limit in limits.items()}
+        if stopped_after == count and not asked:
+            asked.append(stop)
+            stop.number = signal.SIGTERM
+        return Counted(jnp.int32(count)), {"loss": jnp.float32(1), "grad_norm": jnp.float32(1), **losses}
+
+    def diverged(state):
+        lost = (name for name, limit in limits.items() if limit <= int(state.params))
+        return [{"step": limits[name], "diverged": f"{name} at step {limits[name]}"} for name in lost]
+
+    for resume in [False] if stopped_after is None else [False, True]:
+        with RunFolder(tmp_path / "run", {}, resume) as folder, StopRequest() as stop:
+            trainer = Trainer(folder, stop, 20, log_every=4)
+            options = {"finished": lambda state: len(diverged(state)) == 2, "diverged": diverged}
+            with nullcontext() if resume or stopped_after is None else pytest.raises(Interrupted):
+                trainer.train("all", Counted(jnp.int32(0)), step, batches(), **options)
+    assert Checkpoints(tmp_path / "run" / "checkpoints" / "all").latest_step() == 8
+    logged = records(tmp_path / "run")
+    taken = [record for record in logged if "loss" in record]
+    assert [(x["step"], "a" in x, "b" in x) for x in taken] == [(n, n < 5, n < 7) for n in range(1, 9)]
+    assert [x["diverged"] for x in logged if "diverged" in x] == ["a at step 5", "b at step 7"]
+    assert capsys.readouterr().out.count("all: a at step 5\n") == 1
 
 
 def test_signal_is_noted_then_acts():

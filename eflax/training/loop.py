@@ -30,6 +30,7 @@ class Trained(Protocol):
 
 type Step[State] = Callable[[State, Any], tuple[State, Metrics]]
 type Validate[State] = Callable[[int, State], tuple[State, list[Record]]]
+type Losses[State] = Callable[[State], list[Record]]
 
 
 class Diverged(ArithmeticError):
@@ -74,6 +75,7 @@ class Trainer:
         batches: grain.DatasetIterator,
         validate: Validate[State] | None = None,
         finished: Callable[[State], bool] = lambda _: False,
+        diverged: Losses[State] = lambda _: [],
     ) -> State:
         """Train to the last step, from the newest checkpoint of `name` in the folder if there is one.
 
@@ -88,7 +90,9 @@ class Trainer:
             batches: at its first batch.
             validate: maps (step, state) to the state to go on with, which may keep what it found, and to what
                 becomes records {"run": name, "step": …, …} in the metrics, without a "loss".
-            finished: whether a state needs no further step; asked after validations, which alone may change it.
+            finished: whether a state needs no further step; asked every `log_every` steps and after validations.
+            diverged: those of several trainings in one state that stand still since they diverged, see `divergences`;
+                each becomes a record in the metrics and is told. The loss is that of the others.
 
         Raises:
             Interrupted: `stop` was requested; a checkpoint was written.
@@ -106,12 +110,21 @@ class Trainer:
                 state, meta = checkpoints.restore(state)
                 batches.set_state(meta["batches"])
                 self._check_history(name, step)
-            if step < self.steps and not finished(state):
+            looked = self._looks(step, validate is not None)
+            if step < self.steps and not (looked and finished(state)):
                 self.folder.keep(lambda record: record.get("run") != name or record["step"] <= step)
-                state = self._advance(name, step, state, train_step, batches, checkpoints, validate, finished)
+                questions = validate, finished, diverged
+                state = self._advance(name, step, state, train_step, batches, checkpoints, *questions)
             return state
         finally:
             checkpoints.close()
+
+    def _validates(self, step: int) -> bool:
+        return step % self.validate_every == 0 or step == self.steps
+
+    def _looks(self, step: int, validated: bool) -> bool:
+        """Whether the state is looked at after this step, wherever a training was stopped and resumed."""
+        return step % self.log_every == 0 or (validated and self._validates(step))
 
     def _check_history(self, name: str, step: int) -> None:
         if not self.folder.leads:
@@ -134,8 +147,10 @@ class Trainer:
         checkpoints: Checkpoints,
         validate: Validate[State] | None,
         finished: Callable[[State], bool],
+        diverged: Losses[State],
     ) -> State:
         pending: list[tuple[int, Metrics]] = []
+        told = diverged(state)
         clock = _Clock(self.rates)
         with Progress(f"train {name}", self.steps, step) as progress:
             while step < self.steps:
@@ -146,8 +161,9 @@ class Trainer:
                 ask = jax.process_count() == 1 or step % self.log_every == 0
                 stopping = ask and self.stop.agree()
                 save = stopping or step % self.checkpoint_every == 0 or step == self.steps
-                due = validate is not None and (step % self.validate_every == 0 or step == self.steps)
-                if save or due or step % self.log_every == 0:
+                due = validate is not None and self._validates(step)
+                looks = self._looks(step, due)
+                if save or looks:
                     records = _to_records(name, pending, self.loss_limit)
                     records[-1] |= (rates := clock.read(len(records)))
                     self.folder.append(
@@ -155,10 +171,15 @@ class Trainer:
                     )
                     pending.clear()
                     progress.advance(len(records), loss=records[-1]["loss"], **rates)
+                    lost = [record for record in diverged(state) if record not in told]
+                    self.folder.append({"run": name, **record} for record in lost)
+                    for record in lost:
+                        progress.tell(f"{name}: {record['diverged']}")
+                    told += lost
                 if validate is not None and due:
                     state, found = validate(step, state)
                     self.folder.append({"run": name, "step": step, **record} for record in found)
-                over = due and finished(state)
+                over = looks and finished(state)
                 if save or over:
                     _check_params(state.params, step)
                     checkpoints.save(step, state, batches=batches.get_state())
@@ -198,7 +219,9 @@ def _to_records(name: str, pending: list[tuple[int, Metrics]], loss_limit: float
                 raise Diverged(_advice(f"{key} is {values[key]}", step))
         if values["loss"] > loss_limit:
             raise Diverged(_advice(f"loss is {values['loss']:.4g}, above {loss_limit:.4g}", step))
-        records.append({"run": name, "step": step, **values, "time": now})
+        # Other metrics may be those of a training beside others, which has diverged.
+        finite = {key: value for key, value in values.items() if math.isfinite(value)}
+        records.append({"run": name, "step": step, **finite, "time": now})
     return records
 
 
