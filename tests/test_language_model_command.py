@@ -143,6 +143,21 @@ def test_a_run_can_be_evaluated_and_asked_for_text(run, text, capsys, tmp_path):
     assert language_model.main(["generate", str(run), *prompts, "--max-length", "8"]) == 0
     said = capsys.readouterr().out
     assert "abc" in said and "tokens/s" in said
+    bare = tmp_path / "bare"
+    bare.mkdir()
+    shutil.copy(run / "config.json", bare)
+    for flags, message in (
+        (
+            [],
+            f"{bare}/checkpoints/model holds no checkpoint yet: the training in {bare} saved nothing; train on",
+        ),
+        (
+            ["--best"],
+            f"model-best holds no parameters of the lowest validation loss of {bare}; leave --best out",
+        ),
+    ):
+        assert language_model.main(["generate", str(bare), *flags]) == 2
+        assert message in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -190,9 +190,7 @@ def restore(model: LanguageModel, folder: Path, *, best: bool, imported: bool = 
 
     try:
         if checkpoints.latest_step() is None:
-            raise CheckpointError(
-                f"{checkpoints.folder} holds no checkpoint; train with --validation, or leave --best out"
-            )
+            raise CheckpointError(_nothing(checkpoints.folder, folder, best, imported))
         if best or imported:
             params, _ = checkpoints.restore(_placed(params))
         else:
@@ -201,6 +199,19 @@ def restore(model: LanguageModel, folder: Path, *, best: bool, imported: bool = 
     finally:
         checkpoints.close()
     return nnx.merge(graph, params, rest)
+
+
+def _nothing(where: Path, folder: Path, best: bool, imported: bool) -> str:
+    """Return what to say, and to do, where there is no checkpoint."""
+    if best:
+        way_out = (
+            "leave --best out to take its newest parameters; a training keeps the best with --validation"
+        )
+        return f"{where} holds no parameters of the lowest validation loss of {folder}; {way_out}"
+    if imported:
+        return f"{where} holds no checkpoint, so the parameters of {folder} are gone; convert the model again"
+    way_out = f"train on until there is one, with --resume {folder}, or give the folder of another run"
+    return f"{where} holds no checkpoint yet: the training in {folder} saved nothing; {way_out}"
 
 
 def _placed(tree: PyTree) -> PyTree:
