@@ -18,9 +18,10 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels.channels_sm90 import Refs, launch
 from pallas_kernels.selective_scan.forward_sm90 import decays
 from pallas_kernels.selective_scan.layout import CHUNK, WARPGROUP, Plan
-from pallas_kernels.selective_scan.stream_sm90 import Refs, each_chunk, launch, stage_scratch
+from pallas_kernels.selective_scan.stream_sm90 import each_chunk, stage_scratch
 
 LN2 = 0.6931471805599453
 SUMMED = ("dc", "db")  # the groups of channels in whose place they stand

@@ -8,8 +8,9 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels.channels_sm90 import Refs, launch
 from pallas_kernels.selective_scan.layout import CHUNK, Plan
-from pallas_kernels.selective_scan.stream_sm90 import Refs, each_chunk, launch, stage_scratch
+from pallas_kernels.selective_scan.stream_sm90 import each_chunk, stage_scratch
 
 
 class Results(NamedTuple):
