@@ -99,6 +99,11 @@ def parse_flags[Flags: RunFlags](
     return flags
 
 
+def training_label(name: str, place: int, count: int) -> str:
+    """Return what the progress display calls a training, the `place`-th of so many, counted from 0."""
+    return f"training {place + 1} of {count}, {name}" if count > 1 else f"train {name}"
+
+
 def split_options(flag: str, text: str) -> tuple[str, Options]:
     """Return the name and the options of the value of a flag, such as "deltanet,num_heads=1".
 

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import asdict
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ from eflax.data.mad import Batch, MadTask, shuffled_rows, steps_per_epoch
 from eflax.training import TRAINING, Checkpoints, RunFolder, StopRequest, Trainer, read_config
 from eflax.training.members import divergences
 from experiments import command, mad_join
-from experiments.command import FlagError, run_command
+from experiments.command import FlagError, run_command, training_label
 from experiments.mad_flags import Flags, Plan, make_plan, resolve
 from experiments.mad_models import MadModel, Mixer
 from experiments.mad_report import write_report
@@ -84,10 +85,9 @@ def run(flags: Flags, out: Path, console: Console) -> int:
         with RunFolder(out, config, flags.resume is not None, RECORDS) as folder:
             console.print(f"results in {out}")
             failed = []
-            for task in plan.tasks:
-                for mixer in plan.mixers:
-                    failed += Run(task, mixer, flags, plan, folder, stop).run()
-                    stop.check()
+            for task, mixer in product(plan.tasks, plan.mixers):
+                failed += Run(task, mixer, flags, plan, folder, stop).run()
+                stop.check()
             write_report(folder, plan.settings, console)
             console.print(f"Figures, tables, metrics and checkpoints: {out}")
     for error in failed:
@@ -147,11 +147,12 @@ class Run:
         self, task: MadTask, mixer: Mixer, flags: Flags, plan: Plan, folder: RunFolder, stop: StopRequest
     ) -> None:
         self.name = f"{task.label}@{mixer.label}"
+        trainings = list(product(plan.tasks, plan.mixers))
+        self.label = training_label(self.name, trainings.index((task, mixer)), len(trainings))
         self.task, self.flags, self.settings = task, flags, plan.settings
         self.folder, self.stop, self.steps = folder, stop, plan.settings.steps(task)
-        settings = plan.settings
         self.build = partial(build_model, task, mixer, plan)
-        self.update = partial(optimizer, settings.schedule, self.steps, settings.decay == "all")
+        self.update = partial(optimizer, plan.settings.schedule, self.steps, plan.settings.decay == "all")
 
     def run(self) -> list[str]:
         """Do what is left; returns what went wrong."""
@@ -192,6 +193,7 @@ class Run:
             partial(self.validate, cut(judged, settings.batch_size), settings.test_size),
             finished=lambda grid: bool(grid.over.all()),
             diverged=lambda grid: divergences(grid.diverged, [x._asdict() for x in settings.members]),
+            label=self.label,
         )
 
     def training_examples(self) -> Batch:

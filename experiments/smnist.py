@@ -36,7 +36,7 @@ from eflax.training import (
     make_train_step,
 )
 from experiments import command
-from experiments.command import FlagError, run_command
+from experiments.command import FlagError, run_command, training_label
 from experiments.smnist_config import EXPERIMENT, RECORDS, read_flags, to_config
 from experiments.smnist_flags import KEYS, Arm, Flags, Plan, make_plan, with_absolute_paths
 from experiments.smnist_report import write_report
@@ -144,7 +144,8 @@ def run_arm(arm: Arm, compiled: Compiled, plan: Plan, data: ImageSet, trainer: T
     state = initial_state(build_model(arm.variant, arm.seed, compiled.flags), optimizer(arm.lr))
     batches = image_batches(data.x_train, data.y_train, plan.batch_size, arm.seed)
     try:
-        state = trainer.train(arm.name, state, compiled.train_step(arm.variant), batches)
+        label = training_label(arm.name, plan.arms.index(arm), len(plan.arms))
+        state = trainer.train(arm.name, state, compiled.train_step(arm.variant), batches, label=label)
     except Diverged as error:
         message = f"{arm.name} {error}"
         trainer.folder.append([{"run": arm.name, "step": plan.steps, "diverged": message}])

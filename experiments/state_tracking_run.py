@@ -14,6 +14,7 @@ from eflax.evaluation.length import accuracy, sum_scores
 from eflax.progress import Progress
 from eflax.training import Checkpoints, RunFolderError, Trainer
 from eflax.training.members import divergences
+from experiments.command import training_label
 from experiments.state_tracking_flags import Flags, Plan
 from experiments.state_tracking_models import (
     Arm,
@@ -81,6 +82,7 @@ class Run:
             validate,
             finished=lambda state: bool((state.diverged > 0).all()),
             diverged=lambda state: divergences(state.diverged, labels),
+            label=training_label(self.arm.name, self.plan.arms.index(self.arm), len(self.plan.arms)),
         )
 
     def restore(self, state: Selected) -> tuple[Selected, int]:

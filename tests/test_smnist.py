@@ -314,7 +314,7 @@ def test_a_finished_run_is_only_reported_again(whole_run, capsys):
     before = (whole_run / "metrics.jsonl").read_bytes(), (whole_run / "robustness.csv").read_bytes()
     assert smnist.main(["--resume", str(whole_run)]) == 0
     assert before == ((whole_run / "metrics.jsonl").read_bytes(), (whole_run / "robustness.csv").read_bytes())
-    assert "train " not in capsys.readouterr().out  # the progress of a training
+    assert "training " not in capsys.readouterr().out  # the progress of a training
 
 
 def test_resume_with_another_flag_names_it(whole_run, capsys):
@@ -388,6 +388,7 @@ def test_divergence_of_one_cell_is_told_and_the_other_goes_on(small, tmp_path, c
     assert smnist.main([*flags, "--out", str(out)]) == 1
     captured = capsys.readouterr()
     assert "error: delta_rule-lr1e+30-seed43 diverged at step" in captured.err
+    assert "training 2 of 2, efla-lr0.001-seed43: 6/6" in captured.out
     with (out / "summary.csv").open() as stream:
         rows = {row["cell"]: row for row in csv.DictReader(stream)}
     assert rows["delta_rule"]["diverged"] == "1" and rows["delta_rule"]["clean_mean"] == ""

@@ -76,6 +76,7 @@ class Trainer:
         validate: Validate[State] | None = None,
         finished: Callable[[State], bool] = lambda _: False,
         diverged: Losses[State] = lambda _: [],
+        label: str | None = None,
     ) -> State:
         """Train to the last step, from the newest checkpoint of `name` in the folder if there is one.
 
@@ -93,6 +94,7 @@ class Trainer:
             finished: whether a state needs no further step; asked every `log_every` steps and after validations.
             diverged: those of several trainings in one state that stand still since they diverged, see `divergences`;
                 each becomes a record in the metrics and is told. The loss is that of the others.
+            label: what the progress display calls it; by default "train" and the name.
 
         Raises:
             Interrupted: `stop` was requested; a checkpoint was written.
@@ -113,8 +115,9 @@ class Trainer:
             looked = self._looks(step, validate is not None)
             if step < self.steps and not (looked and finished(state)):
                 self.folder.keep(lambda record: record.get("run") != name or record["step"] <= step)
-                questions = validate, finished, diverged
-                state = self._advance(name, step, state, train_step, batches, checkpoints, *questions)
+                with Progress(label or f"train {name}", self.steps, step) as progress:
+                    tools = progress, checkpoints, validate, finished, diverged
+                    state = self._advance(name, step, state, train_step, batches, *tools)
             return state
         finally:
             checkpoints.close()
@@ -144,6 +147,7 @@ class Trainer:
         state: State,
         train_step: Step[State],
         batches: grain.DatasetIterator,
+        progress: Progress,
         checkpoints: Checkpoints,
         validate: Validate[State] | None,
         finished: Callable[[State], bool],
@@ -152,43 +156,40 @@ class Trainer:
         pending: list[tuple[int, Metrics]] = []
         told = diverged(state)
         clock = _Clock(self.rates)
-        with Progress(f"train {name}", self.steps, step) as progress:
-            while step < self.steps:
-                state, metrics = train_step(state, next(batches))
-                step += 1
-                pending.append((step, metrics))
-                # Several processes must stop at the same step, and asking them is not free.
-                ask = jax.process_count() == 1 or step % self.log_every == 0
-                stopping = ask and self.stop.agree()
-                save = stopping or step % self.checkpoint_every == 0 or step == self.steps
-                due = validate is not None and self._validates(step)
-                looks = self._looks(step, due)
-                if save or looks:
-                    records = _to_records(name, pending, self.loss_limit)
-                    records[-1] |= (rates := clock.read(len(records)))
-                    self.folder.append(
-                        record for record in records if record["step"] % self.record_every == 0
-                    )
-                    pending.clear()
-                    progress.advance(len(records), loss=records[-1]["loss"], **rates)
-                    lost = [record for record in diverged(state) if record not in told]
-                    self.folder.append({"run": name, **record} for record in lost)
-                    for record in lost:
-                        progress.tell(f"{name}: {record['diverged']}")
-                    told += lost
-                if validate is not None and due:
-                    state, found = validate(step, state)
-                    self.folder.append({"run": name, "step": step, **record} for record in found)
-                over = looks and finished(state)
-                if save or over:
-                    _check_params(state.params, step)
-                    checkpoints.save(step, state, batches=batches.get_state())
-                if over:
-                    break
-                if stopping:
-                    self.stop.check()
-                if save or due:
-                    clock.restart()
+        while step < self.steps:
+            state, metrics = train_step(state, next(batches))
+            step += 1
+            pending.append((step, metrics))
+            # Several processes must stop at the same step, and asking them is not free.
+            ask = jax.process_count() == 1 or step % self.log_every == 0
+            stopping = ask and self.stop.agree()
+            save = stopping or step % self.checkpoint_every == 0 or step == self.steps
+            due = validate is not None and self._validates(step)
+            looks = self._looks(step, due)
+            if save or looks:
+                records = _to_records(name, pending, self.loss_limit)
+                records[-1] |= (rates := clock.read(len(records)))
+                self.folder.append(record for record in records if record["step"] % self.record_every == 0)
+                pending.clear()
+                progress.advance(len(records), loss=records[-1]["loss"], **rates)
+                lost = [record for record in diverged(state) if record not in told]
+                self.folder.append({"run": name, **record} for record in lost)
+                for record in lost:
+                    progress.tell(f"{name}: {record['diverged']}")
+                told += lost
+            if validate is not None and due:
+                state, found = validate(step, state)
+                self.folder.append({"run": name, "step": step, **record} for record in found)
+            over = looks and finished(state)
+            if save or over:
+                _check_params(state.params, step)
+                checkpoints.save(step, state, batches=batches.get_state())
+            if over:
+                break
+            if stopping:
+                self.stop.check()
+            if save or due:
+                clock.restart()
         return state
 
 
