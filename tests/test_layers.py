@@ -256,6 +256,18 @@ def test_the_form_is_checked_at_construction(name):
         make(name, form="chunk-wise")
 
 
+@pytest.mark.parametrize("name", ["efla", "mamba"])
+def test_a_layer_for_another_device_can_be_built_and_says_so_when_called(name):
+    kernels = jax.eval_shape(lambda: nnx.state(make(name, form="pallas_gpu"), nnx.Param))
+    assert jax.tree.map(jnp.shape, kernels) == jax.tree.map(jnp.shape, nnx.state(make(name), nnx.Param))
+    layer = make(name, form="pallas_gpu")
+    reason = r"'s argument form='pallas_gpu' cannot serve: .* need a Hopper GPU.* 'cpu' \(form=None .*; build the layer"
+    with pytest.raises(UnsupportedForm, match=f"^{type(layer).__name__}{reason}"):
+        jax.eval_shape(lambda x: layer(x)[0], tokens(9))
+    layer.set_form(None, layer.chunk_size)
+    assert jax.eval_shape(lambda x: layer(x)[0], tokens(9)).shape == tokens(9).shape
+
+
 def test_blocks_add_mixer_and_mlp():
     x = tokens(9)
     for options in ({"mlp_width": 24}, {"mlp_width": 0}):

@@ -57,7 +57,8 @@ class HeadMixer(RecurrentMixer):
         norm_epsilon: added to the mean square of a head's output, which is 1e-4 to 1e-6 at the start (a unit query
             over sqrt(K), and less behind a fast decay): the usual 1e-5 or 1e-6 would damp the heads.
         kernel_size: tokens under the short convolution.
-        form: the form of the cell, None for the fastest that serves.
+        form: the form of the cell, None for the fastest that serves. Whether one given by name serves is seen at the
+            first call, see ``set_form``.
         chunk_size: tokens in a chunk, for the chunkwise forms.
         dtype: of matrix products and activations. Gates, norms and states are float32 always.
         param_dtype: of the projections and the convolution.

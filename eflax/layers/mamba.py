@@ -29,7 +29,8 @@ class Mamba2(HeadMixer):
         expand: width of the channels of x per width of the layer.
         norm_epsilon: of the RMSNorm before the output projection, over all heads together.
         kernel_size: tokens under the short convolution.
-        form: the form of the cell, None for the fastest that serves.
+        form: the form of the cell, None for the fastest that serves. Whether one given by name serves is seen at the
+            first call, see ``set_form``.
         chunk_size: tokens in a chunk, for the chunkwise forms.
         dtype: of matrix products and activations. Gates, norms and states are float32 always.
         param_dtype: of the projections and the convolution.
@@ -111,7 +112,8 @@ class Mamba(RecurrentMixer):
         expand: channels per width.
         dt_rank: the size of r; width / 16, rounded up, by default.
         kernel_size: tokens under the short convolution.
-        form: the form of the cell, None for the fastest that serves.
+        form: the form of the cell, None for the fastest that serves. Whether one given by name serves is seen at the
+            first call, see ``set_form``.
         chunk_size: tokens in a chunk, for the chunkwise forms.
         dtype: of matrix products and activations. dt, A and the state are float32 always.
         param_dtype: of the projections and the convolution.

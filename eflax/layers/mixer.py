@@ -6,7 +6,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from eflax.cells.checks import check_count, check_form
+from eflax.cells.checks import UnsupportedForm, check_count, check_form
 from eflax.layers.parts import ShortConvolution
 from eflax.layers.state import MixerState, check_call, number_documents, restart
 
@@ -29,7 +29,11 @@ class RecurrentMixer(nnx.Module):
     dtype: Any
 
     def set_form(self, form: str | None, chunk_size: int) -> None:
-        """Set how the cell is evaluated, or raise ValueError where it cannot be so."""
+        """Set how the cell is evaluated, or raise ValueError where it has no such form.
+
+        Whether the form serves the device and the inputs is asked when the layer is called, not before: a layer may be
+        built, given parameters and traced on a machine that cannot run it.
+        """
         check_form(self.cell.name, form, self.cell.forms)
         check_count("chunk_size", chunk_size)
         self.form, self.chunk_size = form, chunk_size
@@ -77,6 +81,9 @@ class RecurrentMixer(nnx.Module):
 
         Returns:
             The output, in the compute dtype, and the state after the last token.
+
+        Raises:
+            UnsupportedForm: the form that the layer was built with cannot serve this device or these inputs.
         """
         check_call(self, x, state, segment_ids)
         if state is None:
@@ -88,12 +95,16 @@ class RecurrentMixer(nnx.Module):
         stream, tail = self.stream(x), None
         if self.convolution is not None:
             stream, tail = self.convolution(stream, state.tail, documents)
-        o, recurrent = self.cell(
-            **self.arguments(x, stream),
-            **self.cell_options(),
-            initial_state=restart(state.recurrent, documents),
-            segment_ids=documents,
-            form=self.form,
-            chunk_size=self.chunk_size,
-        )
+        try:
+            o, recurrent = self.cell(
+                **self.arguments(x, stream),
+                **self.cell_options(),
+                initial_state=restart(state.recurrent, documents),
+                segment_ids=documents,
+                form=self.form,
+                chunk_size=self.chunk_size,
+            )
+        except UnsupportedForm as error:
+            way_out = f"build the layer with another, or set_form(None, {self.chunk_size})"
+            raise UnsupportedForm(f"{type(self).__name__}'s argument {error}; {way_out}") from error
         return self.output(x, stream, o), MixerState(recurrent, tail, segment)
