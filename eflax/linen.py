@@ -1,12 +1,15 @@
-"""The layers of `eflax.layers` as Flax Linen modules, through `flax.nnx.bridge`.
+"""The layers and blocks of `eflax.layers` as Flax Linen modules, through `flax.nnx.bridge`.
 
     layer = linen.EFLA(width=128, num_heads=4)
     variables = layer.init(jax.random.key(0), x)
     y, state = layer.apply(variables, x)
     y, state = layer.apply(variables, x, state)  # goes on where the first call stopped
 
-Arguments are those of the NNX layer, but for `rngs`, which Linen brings along; `name` is Linen's. Calls take and return
-what the NNX layer's do, its explicit state too: there are no collections besides "params". Other methods go by
+    block = linen.Block(linen.EFLA(width=128, num_heads=4))  # with norms and a SwiGLU around it, called like a layer
+    y = linen.SwiGLU(width=128).apply(variables, x)
+
+Arguments are those of the NNX module, but for `rngs`, which Linen brings along; `name` is Linen's. Calls take and
+return what the NNX layer's do, its explicit state too: there are no collections besides "params". Other methods go by
 `nnx_method`: ``layer.apply(variables, batch_size, nnx_method="init_state")``.
 
 The parameters are the same tree on both sides, and move by `params_of` and `load_params`:
@@ -15,7 +18,7 @@ The parameters are the same tree on both sides, and move by `params_of` and `loa
     load_params(nnx_layer, variables["params"])
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -28,7 +31,7 @@ from eflax import layers
 
 
 class Mixer(nnx.bridge.ToLinen):
-    """An NNX layer as a Linen module that takes all of the layer's parameters and no others."""
+    """An NNX layer or block as a Linen module that takes all of its parameters and no others."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the NNX layer, or another method of it that `nnx_method` names.
@@ -39,11 +42,11 @@ class Mixer(nnx.bridge.ToLinen):
         """
         if not self.is_initializing():
             made = nnx.eval_shape(lambda: self.nnx_class(*self.args, **self.kwargs, rngs=nnx.Rngs(0)))
-            _check(params_of(made), self.variables.get("params", {}), self.nnx_class.__name__)
+            _check(params_of(made), self.variables.get("params", {}), type(made).__name__)
         return super().__call__(*args, **kwargs)
 
 
-def _linen(layer: type[nnx.Module], *args: Any, name: str | None = None, **kwargs: Any) -> Mixer:
+def _linen(layer: Callable[..., nnx.Module], *args: Any, name: str | None = None, **kwargs: Any) -> Mixer:
     return Mixer(layer, args=args, kwargs=FrozenDict(kwargs), name=name)
 
 
@@ -55,6 +58,27 @@ LinearAttention = partial(_linen, layers.LinearAttention)
 Mamba = partial(_linen, layers.Mamba)
 Mamba2 = partial(_linen, layers.Mamba2)
 SoftmaxAttention = partial(_linen, layers.SoftmaxAttention)
+SwiGLU = partial(_linen, layers.SwiGLU)
+
+
+def Block(mixer: Mixer, *, name: str | None = None, **kwargs: Any) -> Mixer:
+    """Return `eflax.layers.Block` as a Linen module.
+
+    Args:
+        mixer: a layer of this module, such as ``EFLA(width=128, num_heads=4)``. Its arguments alone are used: the
+            parameters are the block's, under "mixer". Inside a compact method it takes an automatic name all the same.
+        name: Linen's.
+        **kwargs: those of the NNX block.
+    """
+    if not isinstance(mixer, Mixer):
+        raise TypeError(
+            f"mixer is of type {type(mixer).__name__} and must be a layer of eflax.linen, as linen.EFLA(...)"
+        )
+    return _linen(_block, mixer.nnx_class, mixer.args, mixer.kwargs, name=name, **kwargs)
+
+
+def _block(layer: Any, args: Any, options: Any, *, rngs: nnx.Rngs, **kwargs: Any) -> layers.Block:
+    return layers.Block(layer(*args, **options, rngs=rngs), **kwargs, rngs=rngs)
 
 
 def params_of(module: nnx.Module) -> dict[str, Any]:

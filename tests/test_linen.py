@@ -11,6 +11,7 @@ from flax import linen as nn
 from flax import nnx
 from layer_tables import SMALL, WIDTH, make, tokens
 
+from eflax import layers
 from eflax.layers import LAYERS
 
 # Flax's own module class, of which ours are made, has an annotation in an old spelling. It is not ours to change.
@@ -52,6 +53,49 @@ def test_outputs_states_and_parameters_are_the_layers(name):
     trained = jax.tree.map(lambda x: x + 1, params)
     linen.load_params(layer, trained)
     jax.tree.map(np.testing.assert_array_equal, linen.params_of(layer), trained)
+
+
+def test_blocks_and_swiglu_are_those_of_the_layers():
+    block = layers.Block(make("efla"), mlp_width=24, norm_epsilon=0.1, rngs=nnx.Rngs(1))
+    wrapped = linen.Block(wrap("efla"), mlp_width=24, norm_epsilon=0.1)
+    mlp, x, state = linen.SwiGLU(WIDTH, 24), tokens(6), block.init_state(2)
+    params, mlp_layer = linen.params_of(block), block.mlp
+    assert mlp_layer is not None
+
+    @jax.jit
+    def both(params):
+        ours = block(x, state), mlp_layer(x)
+        return ours, (wrapped.apply({"params": params}, x, state), mlp.apply({"params": params["mlp"]}, x))
+
+    assert_same(*both(params))
+    assert params.keys() == {"mixer", "mixer_norm", "mlp", "mlp_norm"}
+    for module, wanted in ((wrapped, params), (mlp, params["mlp"])):
+        drawn = jax.eval_shape(module.init, jax.random.key(0), x)["params"]
+        assert jax.tree.map(jnp.shape, drawn) == jax.tree.map(jnp.shape, wanted)
+    initial = wrapped.apply({"params": params}, 2, nnx_method="init_state")
+    jax.tree.map(np.testing.assert_array_equal, initial, state)
+    del params["mlp"]["up"]
+    with pytest.raises(
+        ValueError, match=r"do not fit Block: mlp/up/kernel is missing, it has shape \(16, 24\)"
+    ):
+        wrapped.apply({"params": params}, x)
+
+
+def test_blocks_inside_a_linen_model(without_shape_checks):
+    class Model(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            for _ in range(2):
+                x, _ = linen.Block(linen.EFLA(WIDTH, num_heads=2), mlp_width=0)(x)
+            return x
+
+    params = jax.eval_shape(Model().init, jax.random.key(0), tokens(3))["params"]
+    assert [*params] == ["Mixer_1", "Mixer_3"]
+    assert params["Mixer_1"].keys() == {"mixer", "mixer_norm"}
+    with pytest.raises(
+        TypeError, match=r"mixer is of type EFLA and must be a layer of eflax.linen, as linen.EFLA"
+    ):
+        linen.Block(make("efla"))
 
 
 def test_every_layer_is_there():
