@@ -41,7 +41,7 @@ def measure_fla(
             has several devices, or the process failed or took too long.
     """
     if missing := [name for name in NEEDED if find_spec(name) is None]:
-        raise PeerError(f"{' and '.join(missing)} not installed")
+        raise PeerError(f"{', '.join(missing)} not installed")
     if (count := jax.device_count()) > 1:
         raise PeerError(f"it is measured on one device, and ours has {count} (see CUDA_VISIBLE_DEVICES)")
     try:
