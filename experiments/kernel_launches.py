@@ -1,4 +1,4 @@
-"""Calls of the decode and scan kernels to compile: which, the function, and its arguments' shapes."""
+"""Calls of the decode, scan and convolution kernels to compile: which, the function, and its arguments' shapes."""
 
 import itertools
 from collections.abc import Callable, Iterator
@@ -12,6 +12,9 @@ from pallas_kernels.rank_one.decode_sm90 import choose_tile, decode
 from pallas_kernels.selective_scan import backward_sm90, forward_sm90, layout
 from pallas_kernels.selective_scan import gpu as selective_scan
 from pallas_kernels.selective_scan.stream_sm90 import PADDED
+from pallas_kernels.short_convolution import backward_sm90 as convolution_backward
+from pallas_kernels.short_convolution import forward_sm90 as convolution_forward
+from pallas_kernels.short_convolution import gpu as short_convolution
 
 BATCH, TIME, HEADS, WIDTH = 8, 4096, 16, 2048
 Key = tuple[str, int, int, str]  # kernel, K, V, features
@@ -47,3 +50,31 @@ def scan_launches() -> Iterator[tuple[Key, Callable, tuple]]:
         yield ("scan_forward", *sizes), partial(forward_sm90.forward, plan=plan), (*tokens, state)
         yield ("scan_forward_residuals", *sizes), kept, (*tokens, state)
         yield ("scan_backward", *sizes), back, (*tokens, x, states, state)
+
+
+def convolution_launches() -> Iterator[tuple[Key, Callable, tuple]]:
+    """The kernels of the short convolution; the table has the taps for K, and the channels of a block for V."""
+    for dtype, taps, packed in (
+        (jnp.bfloat16, 4, False),
+        (jnp.bfloat16, 4, True),
+        (jnp.bfloat16, 8, True),
+        (jnp.float32, 4, True),
+    ):
+
+        def full(*shape: int, dtype: Any = jnp.float32) -> Any:
+            return jax.ShapeDtypeStruct(shape, dtype)
+
+        x, kernel = full(BATCH, TIME, WIDTH, dtype=dtype), full(taps, WIDTH)
+        plan = short_convolution.make_plan(x, kernel, 1)
+        ahead = plan.staged(short_convolution.FORWARD_STAGES)
+        plan = plan.staged(short_convolution.BACKWARD_STAGES)
+        before, after = (full(BATCH, taps - 1, WIDTH, dtype=dtype) for dtype in (dtype, jnp.float32))
+        bias, past = (full(WIDTH), full(BATCH, TIME, 4, dtype=jnp.int32)) if packed else (None, None)
+        key = taps, plan.channels, f"{jnp.dtype(dtype).name}{' bias packed' * packed}"
+        inputs = x, before, kernel, bias, past
+        yield ("convolution_forward", *key), partial(convolution_forward.forward, plan=ahead), inputs
+        yield (
+            ("convolution_backward", *key),
+            partial(convolution_backward.backward, plan=plan),
+            (*inputs, x, after),
+        )

@@ -28,7 +28,7 @@ from jax.sharding import SingleDeviceSharding
 from rich.console import Console
 
 from experiments import kernel_table
-from experiments.kernel_launches import decode_launches, scan_launches
+from experiments.kernel_launches import convolution_launches, decode_launches, scan_launches
 from pallas_kernels.rank_one.backward_chunks_sm90 import backward_chunks
 from pallas_kernels.rank_one.backward_states_sm90 import backward_states
 from pallas_kernels.rank_one.forward_sm90 import forward
@@ -128,7 +128,7 @@ def report(sharding: SingleDeviceSharding) -> Iterator[Row]:
                     solved.add((key_dim, features))
                 row = Row(name, key_dim, value_dim, features)
                 yield compiled(row, function, jax.tree.map(partial(_place, sharding=sharding), arguments))
-    for key, function, arguments in (*decode_launches(), *scan_launches()):
+    for key, function, arguments in (*decode_launches(), *scan_launches(), *convolution_launches()):
         yield compiled(Row(*key), function, jax.tree.map(partial(_place, sharding=sharding), arguments))
 
 

@@ -15,7 +15,7 @@ from jax._src.pallas.mosaic_gpu.interpret import (  # the race detector has no p
     gpu_callbacks,
     race_detection_state,
 )
-from jax.sharding import AbstractDevice, AbstractMesh
+from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 
 from pallas_kernels import device
 from pallas_kernels.rank_one import backward_chunks_sm90, gpu, solve_sm90
@@ -62,7 +62,8 @@ def interpreted(segments=1):
 def h200(**axes):
     """Trace and lower programs for H200s, which need not be there; yields the mesh of these axes."""
     kind = AbstractDevice(device_kind="NVIDIA H200", num_cores=132, platform="gpu")
-    mesh = AbstractMesh(tuple(axes.values()), tuple(axes), abstract_device=kind)
+    types = (AxisType.Auto,) * len(axes)
+    mesh = AbstractMesh(tuple(axes.values()), tuple(axes), axis_types=types, abstract_device=kind)
     with jax.sharding.use_abstract_mesh(mesh):
         yield mesh
 

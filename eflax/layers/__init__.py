@@ -8,13 +8,13 @@ from typing import Any
 
 from eflax.layers.attention import KVCache, SoftmaxAttention
 from eflax.layers.blocks import Block, SwiGLU, swiglu_width
+from eflax.layers.convolution import ShortConvolution
 from eflax.layers.heads import EFLA, DeltaNet, GatedDeltaNet, GatedEFLA, HeadMixer, LinearAttention
 from eflax.layers.mamba import Mamba, Mamba2
 from eflax.layers.mixer import RecurrentMixer
 from eflax.layers.parts import (
     DecayGate,
     RMSNorm,
-    ShortConvolution,
     elu_plus_one,
     fan_in_uniform,
     l2_normalize,

@@ -19,12 +19,12 @@ from jaxtyping import Array, Float
 
 from eflax import cells
 from eflax.cells.checks import check_count
+from eflax.layers.convolution import ShortConvolution
 from eflax.layers.mixer import RecurrentMixer
 from eflax.layers.parts import (
     DecayGate,
     ElementwiseProduct,
     RMSNorm,
-    ShortConvolution,
     elu_plus_one,
     l2_normalize,
     linear,

@@ -9,9 +9,10 @@ from jaxtyping import Array, Float
 
 from eflax import cells
 from eflax.cells.checks import check_count
+from eflax.layers.convolution import ShortConvolution
 from eflax.layers.heads import HeadMixer, identity
 from eflax.layers.mixer import RecurrentMixer
-from eflax.layers.parts import RMSNorm, ShortConvolution, inverse_softplus_uniform, linear, log_entries
+from eflax.layers.parts import RMSNorm, inverse_softplus_uniform, linear, log_entries
 from eflax.layers.state import check_counts, check_divides
 
 

@@ -7,7 +7,8 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from eflax.cells.checks import UnsupportedForm, check_count, check_form
-from eflax.layers.parts import ShortConvolution
+from eflax.cells.forms import pallas
+from eflax.layers.convolution import ShortConvolution
 from eflax.layers.state import MixerState, check_call, number_documents, restart
 
 
@@ -94,7 +95,8 @@ class RecurrentMixer(nnx.Module):
         documents, segment = number_documents(state.segment, segment_ids)
         stream, tail = self.stream(x), None
         if self.convolution is not None:
-            stream, tail = self.convolution(stream, state.tail, documents)
+            kernels = self.form is None or self.form in pallas.EDIT_KERNELS
+            stream, tail = self.convolution(stream, state.tail, documents, kernels)
         try:
             o, recurrent = self.cell(
                 **self.arguments(x, stream),

@@ -1,8 +1,8 @@
-"""The parts that the token mixers share: initialisers, feature maps, norm, short convolution, decay gate.
+"""The parts that the token mixers share: initialisers, feature maps, norm, decay gate.
 
-Precision, whatever the compute dtype: norms, gates, decays and the sum of the convolution are computed in
-float32, and the parameters ``A_log``, ``dt_bias``, ``D`` and the norm scales are float32. Only the matrix
-products and the activations between them use the compute dtype.
+Precision, whatever the compute dtype: norms, gates and decays are computed in float32, and the parameters
+``A_log``, ``dt_bias``, ``D`` and the norm scales are float32. Only the matrix products and the activations
+between them use the compute dtype.
 """
 
 from collections.abc import Callable, Iterable
@@ -11,9 +11,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float
 
-from eflax.cells.checks import check_count, check_float_type
+from eflax.cells.checks import check_float_type
 from eflax.cells.tiles import per_head
 
 # PyTorch's default for linear layers and convolutions, uniform ±1/sqrt(fan_in), as in the code that the
@@ -88,65 +88,6 @@ class RMSNorm(nnx.RMSNorm):
         if mask is not None:
             return normalized(x, mask).astype(x.dtype)
         return per_head(lambda x: normalized(x).astype(x.dtype), x)
-
-
-class ShortConvolution(nnx.Module):
-    """Causal depthwise convolution over the last ``kernel_size`` tokens of the same document, then SiLU.
-
-    y_t = silu(Σ_j kernel[j] · x_{t - (kernel_size-1) + j} (+ bias)), where a token of another document counts
-    as zero. Each channel has its own kernel, initialised uniform ±1/sqrt(kernel_size).
-    """
-
-    def __init__(
-        self,
-        width: int,
-        kernel_size: int = 4,
-        *,
-        use_bias: bool = False,
-        param_dtype=jnp.float32,
-        rngs: nnx.Rngs,
-    ):
-        check_count("kernel_size", kernel_size)
-        self.kernel = nnx.Param(fan_in_uniform(rngs.params(), (kernel_size, width), param_dtype))
-        self.bias = nnx.Param(jnp.zeros(width, param_dtype)) if use_bias else None
-
-    def init_tail(self, batch_size: int, dtype: Any) -> Float[Array, "B W D"]:
-        """Return the inputs before the first token: zeros, W = kernel_size - 1."""
-        taps, width = self.kernel.shape
-        return jnp.zeros((batch_size, taps - 1, width), dtype)
-
-    def __call__(
-        self,
-        x: Float[Array, "B T D"],
-        tail: Float[Array, "B W D"],
-        documents: Int[Array, "B T"] | None = None,
-    ) -> tuple[Float[Array, "B T D"], Float[Array, "B W D"]]:
-        """Convolve x, preceded by ``tail``.
-
-        Args:
-            x: the inputs, T ≥ 1.
-            tail: the last W = kernel_size - 1 inputs before x, all of the document of number 0.
-            documents: the number of each token's document, or None where all continue that of the tail.
-
-        Returns:
-            The outputs, and the tail of the next call, in which inputs of earlier documents are zero.
-        """
-        length, past = x.shape[1], self.kernel.shape[0] - 1
-        if tail.shape[1] != past:
-            raise ValueError(f"tail has shape {tail.shape}; it needs [B, {past}, D], as from init_tail")
-        inputs = jnp.concatenate([tail.astype(x.dtype), x], axis=1)
-        taps = [inputs[:, j : j + length] for j in range(past + 1)]
-        next_tail = inputs[:, length:]
-        if documents is not None:
-            numbers = jnp.pad(documents, ((0, 0), (past, 0)))
-            same = [numbers[:, j : j + length] == documents for j in range(past + 1)]
-            taps = [jnp.where(m[..., None], tap, 0) for m, tap in zip(same, taps, strict=True)]
-            next_tail = jnp.where((numbers[:, length:] == numbers[:, -1:])[..., None], next_tail, 0)
-        kernel = self.kernel[...].astype(jnp.float32)
-        y = sum(tap.astype(jnp.float32) * kernel[j][None, None] for j, tap in enumerate(taps))
-        if self.bias is not None:
-            y = y + self.bias[...].astype(jnp.float32)[None, None]
-        return jax.nn.silu(jnp.asarray(y)).astype(x.dtype), next_tail
 
 
 def inverse_softplus_uniform(low: float, high: float) -> Callable[..., Array]:

@@ -1,0 +1,1 @@
+"""Causal depthwise convolution of few taps, then SiLU: y_t = silu(Σ_s kernel[-1 - s] · x_{t-s} (+ bias))."""

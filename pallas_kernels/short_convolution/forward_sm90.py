@@ -1,0 +1,58 @@
+"""Mosaic GPU, Hopper: y_t = silu(Σ_s kernel[-1 - s] x_{t-s} + bias), token after token, with the taps in registers."""
+
+from typing import Any
+
+import jax
+from jax import Array, lax
+
+from pallas_kernels.channels_sm90 import Refs, launch
+from pallas_kernels.short_convolution.layout import CHUNK, Plan
+from pallas_kernels.short_convolution.stream_sm90 import (
+    each_chunk,
+    parameters,
+    preactivation,
+    seen,
+    sigmoid,
+    stage_scratch,
+)
+
+
+def forward(
+    x: Array, before: Array, kernel: Array, bias: Array | None, past: Array | None, plan: Plan
+) -> Array:
+    """Convolve: y [B, T, D] in x's dtype.
+
+    Args:
+        x: [B, T, D], T a multiple of the chunk size, D of the channels of a block.
+        before: the inputs before x [B, W, D], in its dtype.
+        kernel: [W + 1, D] float32.
+        bias: [D] float32.
+        past: how many tokens before it each token sees, four times [B, T, 4] int32; None: W.
+        plan: sizes of this call.
+    """
+    inputs = {"x": x, "before": before, "kernel": kernel, "bias": bias, "past": past}
+    inputs = {name: value for name, value in inputs.items() if value is not None}
+    outputs = {"y": jax.ShapeDtypeStruct(x.shape, x.dtype)}
+    scratch = stage_scratch(inputs, plan)
+    return launch(_convolve, "short_convolution_forward", inputs, outputs, scratch, plan)["y"]
+
+
+def _convolve(given: Refs, made: Refs, s: Refs, plan: Plan) -> None:
+    kernel, bias = parameters(given, plan)
+
+    def chunk(buffers: Refs, y: Any, state: tuple[()]) -> tuple[()]:
+        x = buffers["x"]
+
+        def tokens(turn: Array, taps: list[Array]) -> list[Array]:
+            first = turn * plan.unroll
+            taps = [*taps, *(plan.load(x.at[first + plan.window + i]) for i in range(plan.unroll))]
+            for i in range(plan.unroll):
+                inputs = seen(taps[i : i + plan.taps], buffers, first + i)
+                p = preactivation(inputs, kernel, bias)
+                y.at[first + i][...] = (p * sigmoid(p)).astype(y.dtype)
+            return taps[plan.unroll :]
+
+        lax.fori_loop(0, CHUNK // plan.unroll, tokens, [plan.load(x.at[i]) for i in range(plan.window)])
+        return state
+
+    each_chunk(chunk, (), given, made["y"], s, plan)

@@ -1,0 +1,101 @@
+"""Mosaic GPU, Hopper: what both kernels load, and how an output comes from its taps."""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.channels_sm90 import Refs, in_turn
+from pallas_kernels.short_convolution.layout import CHUNK, Plan
+
+PADDED = 4  # times a number stands side by side, as copies are of 128 bytes at least
+
+
+def stage_scratch(inputs: dict[str, Array], plan: Plan) -> Refs:
+    """Buffers for chunks of x, behind the tokens before them, of dy and of past, and for a chunk of results."""
+    x = inputs["x"]
+    shapes = {
+        "x": (plan.window + CHUNK, plan.channels),
+        "dy": (CHUNK, plan.channels),
+        "past": (CHUNK, PADDED),
+    }
+    shapes = {name: shape for name, shape in shapes.items() if name in inputs}
+    scratch = {name: plgpu.SMEM((plan.stages, *shape), inputs[name].dtype) for name, shape in shapes.items()}
+    scratch["results"] = plgpu.SMEM((2, CHUNK, plan.channels), x.dtype)
+    return scratch | {"loaded": plgpu.Barrier(num_arrivals=len(shapes) + 1, num_barriers=plan.stages)}
+
+
+def each_chunk(
+    chunk: Callable[[Refs, Any, Any], Any],
+    state: Any,
+    given: Refs,
+    results: Any,
+    s: Refs,
+    plan: Plan,
+    *,
+    reverse: bool = False,
+) -> Any:
+    """Carry `state` through chunk(buffers, results of a chunk, state), and copy the results out."""
+    b, mine = lax.axis_index("b"), pl.ds(lax.axis_index("d") * plan.channels, plan.channels)
+
+    def load(n: Array, slot: Array) -> None:
+        def copy(part: Any, buffer: Any) -> None:
+            plgpu.copy_gmem_to_smem(part, buffer, s["loaded"].at[slot])
+
+        tokens, x = pl.ds(n * CHUNK, CHUNK), s["x"].at[slot]
+        before = x.at[pl.ds(0, plan.window)]
+        copy(given["x"].at[b, tokens, mine], x.at[pl.ds(plan.window, CHUNK)])
+        pl.when(n == 0)(lambda: copy(given["before"].at[b, :, mine], before))
+        earlier = pl.ds(n * CHUNK - plan.window, plan.window)
+        pl.when(n > 0)(lambda: copy(given["x"].at[b, earlier, mine], before))
+        if "dy" in s:
+            copy(given["dy"].at[b, tokens, mine], s["dy"].at[slot])
+        if "past" in s:
+            copy(given["past"].at[b, tokens], s["past"].at[slot])
+
+    def step(n: Array, slot: Array, state: Any) -> Any:
+        made = s["results"].at[lax.rem(n, 2)]
+        buffers = {name: s[name].at[slot] for name in ("x", "dy", "past") if name in s}
+        state = chunk(buffers, made, state)
+        plgpu.commit_smem()
+        plgpu.copy_smem_to_gmem(made, results.at[b, pl.ds(n * CHUNK, CHUNK), mine])
+        plgpu.wait_smem_to_gmem(1, wait_read_only=True)
+        return state
+
+    state = in_turn(step, load, state, s["loaded"], plan, reverse=reverse)
+    plgpu.wait_smem_to_gmem(0)
+    return state
+
+
+def parameters(given: Refs, plan: Plan) -> tuple[list[Array], Array | None]:
+    """The taps and the bias of a block's channels."""
+    mine = pl.ds(lax.axis_index("d") * plan.channels, plan.channels)
+    kernel = [plan.load(given["kernel"].at[i, mine]) for i in range(plan.taps)]
+    return kernel, plan.load(given["bias"].at[mine]) if "bias" in given else None
+
+
+def seen(taps: list[Array], buffers: Refs, t: Any) -> list[Array]:
+    """The taps of token t, of which those that it does not see are 0."""
+    if "past" not in buffers:
+        return taps
+    past, last = buffers["past"][t, 0], len(taps) - 1
+    zero = jnp.zeros_like(taps[0])
+    return [jnp.where(past >= last - i, tap, zero) for i, tap in enumerate(taps[:-1])] + taps[-1:]
+
+
+def preactivation(taps: list[Array], kernel: list[Array], bias: Array | None) -> Array:
+    """The weighted sum of the taps, in order from the oldest."""
+    total = kernel[0] * taps[0]
+    for weight, tap in zip(kernel[1:], taps[1:], strict=True):
+        total += weight * tap
+    return total if bias is None else total + bias
+
+
+def sigmoid(p: Array) -> Array:
+    """1 / (1 + e^-p), by the machine's own reciprocal root: a division takes ten instructions."""
+    root = lax.rsqrt(1 + jnp.exp2(p * -math.log2(math.e)))
+    return root * root
