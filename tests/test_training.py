@@ -177,7 +177,10 @@ def test_a_diverged_member_is_told_once_and_the_last_ends_the_training(tmp_path,
         if stopped_after == count and not asked:
             asked.append(stop)
             stop.number = signal.SIGTERM
-        return Counted(jnp.int32(count)), {"loss": jnp.float32(1), "grad_norm": jnp.float32(1), **losses}
+        alive = sum(count < limit for limit in limits.values())
+        mean = jnp.float32(1 if alive else jnp.nan)
+        metrics = {"loss": mean, "grad_norm": mean, "running": jnp.float32(alive)}
+        return Counted(jnp.int32(count)), metrics | losses
 
     def diverged(state):
         lost = (name for name, limit in limits.items() if limit <= int(state.params))
@@ -191,8 +194,10 @@ def test_a_diverged_member_is_told_once_and_the_last_ends_the_training(tmp_path,
                 trainer.train("all", Counted(jnp.int32(0)), step, batches(), **options)
     assert Checkpoints(tmp_path / "run" / "checkpoints" / "all").latest_step() == 8
     logged = records(tmp_path / "run")
-    taken = [record for record in logged if "loss" in record]
-    assert [(x["step"], "a" in x, "b" in x) for x in taken] == [(n, n < 5, n < 7) for n in range(1, 9)]
+    taken = [record for record in logged if "time" in record]
+    assert [(x["step"], "a" in x, "b" in x, "loss" in x) for x in taken] == [
+        (n, n < 5, n < 7, n < 7) for n in range(1, 9)
+    ]
     assert [x["diverged"] for x in logged if "diverged" in x] == ["a at step 5", "b at step 7"]
     assert capsys.readouterr().out.count("all: a at step 5\n") == 1
 

@@ -30,7 +30,7 @@ class Trained(Protocol):
 
 type Step[State] = Callable[[State, Any], tuple[State, Metrics]]
 type Validate[State] = Callable[[int, State], tuple[State, list[Record]]]
-type Losses[State] = Callable[[State], list[Record]]
+type Divergences[State] = Callable[[State], list[Record]]
 
 
 class Diverged(ArithmeticError):
@@ -75,7 +75,7 @@ class Trainer:
         batches: grain.DatasetIterator,
         validate: Validate[State] | None = None,
         finished: Callable[[State], bool] = lambda _: False,
-        diverged: Losses[State] = lambda _: [],
+        diverged: Divergences[State] = lambda _: [],
         label: str | None = None,
     ) -> State:
         """Train to the last step, from the newest checkpoint of `name` in the folder if there is one.
@@ -87,7 +87,8 @@ class Trainer:
         Args:
             name: of this training within the folder.
             state: the initial state; its buffers are given away.
-            train_step: maps (state, batch) to (state, metrics), see `make_train_step`.
+            train_step: maps (state, batch) to (state, metrics), see `make_train_step`. Of several trainings in one
+                state "running" is the number that took the step; where none did there is no loss to judge.
             batches: at its first batch.
             validate: maps (step, state) to the state to go on with, which may keep what it found, and to what
                 becomes records {"run": name, "step": …, …} in the metrics, without a "loss".
@@ -133,7 +134,7 @@ class Trainer:
         if not self.folder.leads:
             return
         records = [record for record in self.folder.records() if record.get("run") == name]
-        logged = [record["step"] for record in records if "loss" in record and record["step"] <= step]
+        logged = [record["step"] for record in records if "time" in record and record["step"] <= step]
         if logged != list(range(self.record_every, step + 1, self.record_every)):
             raise RunFolderError(
                 f"{self.folder.path}: metrics.jsonl has the loss of {len(logged)} steps of {name}, whose "
@@ -151,7 +152,7 @@ class Trainer:
         checkpoints: Checkpoints,
         validate: Validate[State] | None,
         finished: Callable[[State], bool],
-        diverged: Losses[State],
+        diverged: Divergences[State],
     ) -> State:
         pending: list[tuple[int, Metrics]] = []
         told = diverged(state)
@@ -171,7 +172,8 @@ class Trainer:
                 records[-1] |= (rates := clock.read(len(records)))
                 self.folder.append(record for record in records if record["step"] % self.record_every == 0)
                 pending.clear()
-                progress.advance(len(records), loss=records[-1]["loss"], **rates)
+                loss = {key: value for key, value in records[-1].items() if key == "loss"}
+                progress.advance(len(records), **loss, **rates)
                 lost = [record for record in diverged(state) if record not in told]
                 self.folder.append({"run": name, **record} for record in lost)
                 for record in lost:
@@ -215,12 +217,12 @@ def _to_records(name: str, pending: list[tuple[int, Metrics]], loss_limit: float
     records = []
     for step, metrics in pending:
         values = {key: float(value) for key, value in metrics.items()}
-        for key in ("loss", "grad_norm"):
+        for key in ("loss", "grad_norm") if values.get("running", 1) else ():
             if not math.isfinite(values[key]):
                 raise Diverged(_advice(f"{key} is {values[key]}", step))
         if values["loss"] > loss_limit:
             raise Diverged(_advice(f"loss is {values['loss']:.4g}, above {loss_limit:.4g}", step))
-        # Other metrics may be those of a training beside others, which has diverged.
+        # What is not finite now is of a training beside others, which has diverged.
         finite = {key: value for key, value in values.items() if math.isfinite(value)}
         records.append({"run": name, "step": step, **finite, "time": now})
     return records

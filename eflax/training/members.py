@@ -34,12 +34,13 @@ def select(chosen: Bool[Array, ""], new: PyTree, old: PyTree) -> PyTree:
 def summarize(metrics: Metrics, taken: Bool[Array, "S"]) -> Metrics:
     """Return one number for each metric [S] of trainings side by side, of those that took the step.
 
-    "grad_norm" is their largest, all others are means; "running" is their number, and all are 0 where none did.
+    "grad_norm" is their largest, all others are means, NaN where none took it; "running" is their number.
     """
     count = taken.sum(dtype=jnp.float32)
     counted = {key: jnp.where(taken, x, 0) for key, x in metrics.items()}
-    means = {key: x.sum() / jnp.maximum(count, 1) for key, x in counted.items()}
-    return means | {"grad_norm": counted["grad_norm"].max(), "running": count}
+    means = {key: x.sum() / count for key, x in counted.items()}
+    largest = jnp.where(count > 0, counted["grad_norm"].max(), jnp.nan)
+    return means | {"grad_norm": largest, "running": count}
 
 
 def divergences(steps: Int[Array, "S"], labels: Sequence[Mapping[str, Any]]) -> list[Record]:
