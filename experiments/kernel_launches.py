@@ -69,9 +69,9 @@ def convolution_launches() -> Iterator[tuple[Key, Callable, tuple]]:
         ahead = plan.staged(short_convolution.FORWARD_STAGES)
         plan = plan.staged(short_convolution.BACKWARD_STAGES)
         before, after = (full(BATCH, taps - 1, WIDTH, dtype=dtype) for dtype in (dtype, jnp.float32))
-        bias, past = (full(WIDTH), full(BATCH, TIME, 4, dtype=jnp.int32)) if packed else (None, None)
-        key = taps, plan.channels, f"{jnp.dtype(dtype).name}{' bias packed' * packed}"
-        inputs = x, before, kernel, bias, past
+        past = full(BATCH, TIME, 4, dtype=jnp.int32) if packed else None
+        key = taps, plan.channels, f"{jnp.dtype(dtype).name}{' packed' * packed}"
+        inputs = x, before, full(taps + 1, WIDTH), past
         yield ("convolution_forward", *key), partial(convolution_forward.forward, plan=ahead), inputs
         yield (
             ("convolution_backward", *key),

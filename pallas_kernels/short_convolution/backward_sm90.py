@@ -30,51 +30,32 @@ class Gradients(NamedTuple):
     """What `backward` returns."""
 
     x: Array  # [B, T, D] in x's dtype
-    kernel: Array  # [B, W + 1, D] float32, of each sequence
-    bias: Array | None  # [B, D] float32, of each sequence
+    parameters: Array  # [B, W + 2, D] float32, of each sequence
 
 
 def backward(
-    x: Array,
-    before: Array,
-    kernel: Array,
-    bias: Array | None,
-    past: Array | None,
-    dy: Array,
-    after: Array,
-    plan: Plan,
+    x: Array, before: Array, parameters: Array, past: Array | None, dy: Array, after: Array, plan: Plan
 ) -> Gradients:
     """Return the gradients of x and the parameters.
 
     Args:
-        x, before, kernel, bias, past: as for `forward`.
+        x, before, parameters, past: as for `forward`.
         dy: gradient of y.
         after: what tokens after the last add to the gradient of the last W of x [B, W, D] float32.
         plan: sizes of this call.
     """
-    inputs = {
-        "x": x,
-        "before": before,
-        "kernel": kernel,
-        "bias": bias,
-        "past": past,
-        "dy": dy,
-        "after": after,
-    }
+    inputs = {"x": x, "before": before, "parameters": parameters, "past": past, "dy": dy, "after": after}
     inputs = {name: value for name, value in inputs.items() if value is not None}
-    batch, _, width = x.shape
-    rows = plan.taps + (bias is not None)
     outputs = {"dx": jax.ShapeDtypeStruct(x.shape, x.dtype)}
-    outputs["sums"] = jax.ShapeDtypeStruct((batch, rows, width), jnp.float32)
+    outputs["sums"] = jax.ShapeDtypeStruct((x.shape[0], *parameters.shape), jnp.float32)
     scratch = stage_scratch(inputs, plan)
     made = launch(_convolve_back, "short_convolution_backward", inputs, outputs, scratch, plan)
-    sums = made["sums"]
-    return Gradients(made["dx"], sums[:, : plan.taps], None if bias is None else sums[:, -1])
+    return Gradients(made["dx"], made["sums"])
 
 
 def _convolve_back(given: Refs, made: Refs, s: Refs, plan: Plan) -> None:
     b, mine = lax.axis_index("b"), pl.ds(lax.axis_index("d") * plan.channels, plan.channels)
-    kernel, bias = parameters(given, plan)
+    weights = parameters(given, plan)
 
     def chunk(buffers: Refs, dx: Any, state: tuple[list[Array], list[Array]]) -> Any:
         x = buffers["x"]
@@ -86,12 +67,11 @@ def _convolve_back(given: Refs, made: Refs, s: Refs, plan: Plan) -> None:
             dys = [plan.load(buffers["dy"].at[first + i]) for i in range(plan.unroll)]
             for i in reversed(range(plan.unroll)):
                 inputs = seen(taps[i : i + plan.taps], buffers, first + i)
-                dp = dys[i] * _slope(preactivation(inputs, kernel, bias))
-                factors = [*inputs, None][: len(sums)]
-                parts = [dp if factor is None else dp * factor for factor in factors]
+                dp = dys[i] * _slope(preactivation(inputs, weights))
+                parts = [*(dp * tap for tap in inputs), dp]
                 sums = [total + part for total, part in zip(sums, parts, strict=True)]
                 shares = seen([dp] * plan.taps, buffers, first + i)
-                added = [weight * share for weight, share in zip(kernel, shares, strict=True)]
+                added = [weight * share for weight, share in zip(weights[:-1], shares, strict=True)]
                 *passed, own = [old + new for old, new in zip([0, *passed], added, strict=True)]
                 dx.at[first + i][...] = own.astype(dx.dtype)
             return taps[: plan.window], passed, sums
@@ -100,7 +80,7 @@ def _convolve_back(given: Refs, made: Refs, s: Refs, plan: Plan) -> None:
         return lax.fori_loop(0, CHUNK // plan.unroll, tokens, carried)[1:]
 
     passed = [plan.load(given["after"].at[b, i, mine]) for i in range(plan.window)]
-    sums = [plan.zeros() for _ in range(made["sums"].shape[1])]
+    sums = [plan.zeros() for _ in weights]
     _, sums = each_chunk(chunk, (passed, sums), given, made["dx"], s, plan, reverse=True)
     for i, total in enumerate(sums):
         made["sums"].at[b, i, mine][...] = total

@@ -17,20 +17,17 @@ from pallas_kernels.short_convolution.stream_sm90 import (
 )
 
 
-def forward(
-    x: Array, before: Array, kernel: Array, bias: Array | None, past: Array | None, plan: Plan
-) -> Array:
+def forward(x: Array, before: Array, parameters: Array, past: Array | None, plan: Plan) -> Array:
     """Convolve: y [B, T, D] in x's dtype.
 
     Args:
         x: [B, T, D], T a multiple of the chunk size, D of the channels of a block.
         before: the inputs before x [B, W, D], in its dtype.
-        kernel: [W + 1, D] float32.
-        bias: [D] float32.
+        parameters: the W + 1 taps, the last for the token itself, and the bias [W + 2, D] float32.
         past: how many tokens before it each token sees, four times [B, T, 4] int32; None: W.
         plan: sizes of this call.
     """
-    inputs = {"x": x, "before": before, "kernel": kernel, "bias": bias, "past": past}
+    inputs = {"x": x, "before": before, "parameters": parameters, "past": past}
     inputs = {name: value for name, value in inputs.items() if value is not None}
     outputs = {"y": jax.ShapeDtypeStruct(x.shape, x.dtype)}
     scratch = stage_scratch(inputs, plan)
@@ -38,7 +35,7 @@ def forward(
 
 
 def _convolve(given: Refs, made: Refs, s: Refs, plan: Plan) -> None:
-    kernel, bias = parameters(given, plan)
+    weights = parameters(given, plan)
 
     def chunk(buffers: Refs, y: Any, state: tuple[()]) -> tuple[()]:
         x = buffers["x"]
@@ -48,7 +45,7 @@ def _convolve(given: Refs, made: Refs, s: Refs, plan: Plan) -> None:
             taps = [*taps, *(plan.load(x.at[first + plan.window + i]) for i in range(plan.unroll))]
             for i in range(plan.unroll):
                 inputs = seen(taps[i : i + plan.taps], buffers, first + i)
-                p = preactivation(inputs, kernel, bias)
+                p = preactivation(inputs, weights)
                 y.at[first + i][...] = (p * sigmoid(p)).astype(y.dtype)
             return taps[plan.unroll :]
 

@@ -99,10 +99,14 @@ def _padded(past: Array | None) -> Array | None:
     return None if past is None else jnp.repeat(past[..., None], PADDED, -1)
 
 
+def _joined(kernel: Array, bias: Array | None) -> Array:
+    return jnp.concatenate([kernel, jnp.zeros_like(kernel[:1]) if bias is None else bias[None]])
+
+
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _evaluate(plan, x, tail, kernel, bias, past):
     x, before, seen = _inputs(plan, x, tail, past)
-    y = forward(x, before, kernel, bias, _padded(seen), plan.staged(FORWARD_STAGES))
+    y = forward(x, before, _joined(kernel, bias), _padded(seen), plan.staged(FORWARD_STAGES))
     return y.reshape(tail.shape[0], -1, tail.shape[2])
 
 
@@ -112,16 +116,16 @@ def _evaluate_forward(plan, *inputs):
 
 def _evaluate_backward(plan, inputs, dy):
     x, tail, kernel, bias, past = inputs
-    shape = x.shape
-    x, before, seen = _inputs(plan, x, tail, past)
+    cut, before, seen = _inputs(plan, x, tail, past)
     dy = _segmented(dy, plan)
-    dbefore = _before(plan, x, before, kernel, bias, seen, dy).reshape(
-        *shape[:1], plan.segments, *tail.shape[1:]
-    )
+    dbefore = _before(plan, cut, before, kernel, bias, seen, dy)
+    dbefore = dbefore.reshape(x.shape[0], plan.segments, *tail.shape[1:])
     after = jnp.pad(dbefore[:, 1:], ((0, 0), (0, 1), (0, 0), (0, 0))).reshape(before.shape)
-    grads = backward(x, before, kernel, bias, _padded(seen), dy, after, plan.staged(BACKWARD_STAGES))
-    dbias = None if grads.bias is None else grads.bias.sum(0)
-    return grads.x.reshape(shape), dbefore[:, 0].astype(tail.dtype), grads.kernel.sum(0), dbias, None
+    plan = plan.staged(BACKWARD_STAGES)
+    grads = backward(cut, before, _joined(kernel, bias), _padded(seen), dy, after, plan)
+    sums = grads.parameters.sum(0)
+    dbias = None if bias is None else sums[-1]
+    return grads.x.reshape(x.shape), dbefore[:, 0].astype(tail.dtype), sums[:-1], dbias, None
 
 
 def _before(plan, x, before, kernel, bias, past, dy):

@@ -71,11 +71,10 @@ def each_chunk(
     return state
 
 
-def parameters(given: Refs, plan: Plan) -> tuple[list[Array], Array | None]:
-    """The taps and the bias of a block's channels."""
+def parameters(given: Refs, plan: Plan) -> list[Array]:
+    """The weights of a block's channels, from the oldest tap to the token itself, and the bias."""
     mine = pl.ds(lax.axis_index("d") * plan.channels, plan.channels)
-    kernel = [plan.load(given["kernel"].at[i, mine]) for i in range(plan.taps)]
-    return kernel, plan.load(given["bias"].at[mine]) if "bias" in given else None
+    return [plan.load(given["parameters"].at[i, mine]) for i in range(plan.taps + 1)]
 
 
 def seen(taps: list[Array], buffers: Refs, t: Any) -> list[Array]:
@@ -87,12 +86,12 @@ def seen(taps: list[Array], buffers: Refs, t: Any) -> list[Array]:
     return [jnp.where(past >= last - i, tap, zero) for i, tap in enumerate(taps[:-1])] + taps[-1:]
 
 
-def preactivation(taps: list[Array], kernel: list[Array], bias: Array | None) -> Array:
-    """The weighted sum of the taps, in order from the oldest."""
-    total = kernel[0] * taps[0]
-    for weight, tap in zip(kernel[1:], taps[1:], strict=True):
+def preactivation(taps: list[Array], parameters: list[Array]) -> Array:
+    """The bias and the weighted sum of the taps."""
+    *weights, total = parameters
+    for weight, tap in zip(weights, taps, strict=True):
         total += weight * tap
-    return total if bias is None else total + bias
+    return total
 
 
 def sigmoid(p: Array) -> Array:
