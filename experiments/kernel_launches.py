@@ -54,27 +54,24 @@ def scan_launches() -> Iterator[tuple[Key, Callable, tuple]]:
 
 def convolution_launches() -> Iterator[tuple[Key, Callable, tuple]]:
     """The kernels of the short convolution; the table has the taps for K, and the channels of a block for V."""
-    for dtype, taps, packed in (
-        (jnp.bfloat16, 4, False),
-        (jnp.bfloat16, 4, True),
-        (jnp.bfloat16, 8, True),
-        (jnp.float32, 4, True),
+    parts = WIDTH // 4, WIDTH // 4, WIDTH // 2
+    for dtype, taps, packed in itertools.chain(
+        itertools.product([jnp.bfloat16], [4, 8], [False, True]), [(jnp.float32, 4, True)]
     ):
 
         def full(*shape: int, dtype: Any = jnp.float32) -> Any:
             return jax.ShapeDtypeStruct(shape, dtype)
 
         x, kernel = full(BATCH, TIME, WIDTH, dtype=dtype), full(taps, WIDTH)
-        plan = short_convolution.make_plan(x, kernel, 1)
+        plan = short_convolution.make_plan(x, kernel, parts, 1)
         ahead = plan.staged(short_convolution.FORWARD_STAGES)
         plan = plan.staged(short_convolution.BACKWARD_STAGES)
         before, after = (full(BATCH, taps - 1, WIDTH, dtype=dtype) for dtype in (dtype, jnp.float32))
         past = full(BATCH, TIME, 4, dtype=jnp.int32) if packed else None
         key = taps, plan.channels, f"{jnp.dtype(dtype).name}{' packed' * packed}"
         inputs = x, before, full(taps + 1, WIDTH), past
-        yield ("convolution_forward", *key), partial(convolution_forward.forward, plan=ahead), inputs
-        yield (
-            ("convolution_backward", *key),
-            partial(convolution_backward.backward, plan=plan),
-            (*inputs, x, after),
-        )
+        dy = [full(BATCH, TIME, part, dtype=dtype) for part in parts]
+        forward = partial(convolution_forward.forward, plan=ahead)
+        backward = partial(convolution_backward.backward, plan=plan)
+        yield ("convolution_forward", *key), forward, inputs
+        yield ("convolution_backward", *key), backward, (*inputs, dy, after)

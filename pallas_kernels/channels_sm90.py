@@ -22,10 +22,12 @@ def launch(
     outputs: dict[str, Any],
     scratch: dict[str, Any],
     plan: Any,
+    segments: int = 1,
 ) -> dict[str, Array]:
     """Run `work(inputs, outputs, scratch, plan)` for every block of channels of every sequence; outputs by name.
 
-    The input x [B, T, D] says how many there are, with `plan.channels` in a block.
+    The input x [B, T, D] says how many there are, with `plan.channels` in a block. With `segments`, there are so many
+    blocks for each sequence, side by side on the axis "b".
     """
     batch, _, width = inputs["x"].shape
 
@@ -37,7 +39,7 @@ def launch(
     results = plgpu.kernel(
         body,
         out_type=tuple(outputs.values()),
-        grid=(width // plan.channels, batch),
+        grid=(width // plan.channels, batch * segments),
         grid_names=("d", "b"),
         interpret=plan.interpret,
         compiler_params=PARAMETERS,

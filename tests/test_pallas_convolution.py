@@ -26,12 +26,13 @@ class Case(NamedTuple):
     segments: int
     packed: bool = False
     bias: bool = True
+    parts: tuple[int, ...] = ()
 
 
 # Every dtype; one and more blocks of channels, of both sizes; the shortest and the longest kernel.
 TABLE = [
     Case("float32", 4, (2, 32, 256), segments=2, packed=True),
-    Case("bfloat16", 4, (1, 96, 384), segments=3, bias=False),
+    Case("bfloat16", 4, (1, 96, 384), segments=3, bias=False, parts=(128, 256)),
     Case("bfloat16", 2, (1, 48, 256), segments=1, packed=True),
     Case("float16", 8, (1, 16, 128), segments=1),
 ]
@@ -65,7 +66,7 @@ def test_kernels_agree_with_float64(case):
         x = x.at[0, 7, 3].set(jnp.nan)
     starts = np.isin(np.arange(time), (7, 8, 16, 18, 31) if case.packed else ())
     documents = np.tile(np.cumsum(starts), (batch, 1))
-    layer = ShortConvolution(width, case.taps, use_bias=case.bias, rngs=nnx.Rngs(0))
+    layer = ShortConvolution(width, case.taps, use_bias=case.bias, parts=case.parts, rngs=nnx.Rngs(0))
     if layer.bias is not None:
         layer.bias[...] = jnp.asarray(NORMAL(width), jnp.float32)
     definition, parameters = nnx.split(layer)

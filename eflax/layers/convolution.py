@@ -1,5 +1,6 @@
 """The short causal convolution before a cell, with SiLU; its sum is float32 whatever the compute dtype."""
 
+from functools import partial
 from typing import Any
 
 import jax.numpy as jnp
@@ -21,7 +22,8 @@ class ShortConvolution(nnx.Module):
     as zero. Each channel has its own kernel, initialised uniform ±1/sqrt(kernel_size).
 
     On a Hopper GPU it is one kernel forward and one backward where T is a multiple of 16, the channels of 128,
-    ``kernel_size`` 2 to 8 and x bfloat16, float16 or float32; elsewhere it is plain XLA.
+    ``kernel_size`` 2 to 8 and x bfloat16, float16 or float32; elsewhere it is plain XLA. The kernels need not be told
+    the widths of the ``parts`` into which y will be split, but then to split it takes a copy.
     """
 
     def __init__(
@@ -30,10 +32,12 @@ class ShortConvolution(nnx.Module):
         kernel_size: int = 4,
         *,
         use_bias: bool = False,
+        parts: tuple[int, ...] = (),
         param_dtype=jnp.float32,
         rngs: nnx.Rngs,
     ):
         check_count("kernel_size", kernel_size)
+        self.parts = parts
         self.kernel = nnx.Param(fan_in_uniform(rngs.params(), (kernel_size, width), param_dtype))
         self.bias = nnx.Param(jnp.zeros(width, param_dtype)) if use_bias else None
 
@@ -74,7 +78,7 @@ class ShortConvolution(nnx.Module):
             next_tail = jnp.where((numbers[:, length:] == numbers[:, -1:])[..., None], next_tail, 0)
         kernel = self.kernel[...].astype(jnp.float32)
         bias = None if self.bias is None else self.bias[...].astype(jnp.float32)
-        return convolve_silu(x, tail, kernel, bias, past, kernels), next_tail
+        return convolve_silu(x, tail, kernel, bias, past, self.parts, kernels), next_tail
 
 
 def convolve_silu(
@@ -83,6 +87,7 @@ def convolve_silu(
     kernel: Float[Array, "J D"],
     bias: Float[Array, "D"] | None,
     past: Int[Array, "B T"] | None,
+    parts: tuple[int, ...],
     kernels: bool,
 ) -> Float[Array, "B T D"]:
     """What `ShortConvolution` computes, by kernels where they serve here and may be used, else by the formula.
@@ -95,7 +100,7 @@ def convolve_silu(
         return KERNELS.refusal(x, kernel) is None
 
     def run(x, tail, kernel, bias, past):
-        evaluate = KERNELS.evaluate if served(x, kernel) else formula.convolve
+        evaluate = partial(KERNELS.evaluate, parts=parts) if served(x, kernel) else formula.convolve
         return (evaluate(x, tail, kernel, bias, past),)
 
     if not kernels or not served(x, kernel):

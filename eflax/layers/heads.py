@@ -123,6 +123,7 @@ class HeadMixer(RecurrentMixer):
                 2 * keys + values,
                 kernel_size,
                 use_bias=self.convolution_bias,
+                parts=(keys, keys, values),
                 param_dtype=param_dtype,
                 rngs=rngs,
             )

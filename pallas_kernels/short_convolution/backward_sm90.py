@@ -30,26 +30,27 @@ class Gradients(NamedTuple):
     """What `backward` returns."""
 
     x: Array  # [B, T, D] in x's dtype
-    parameters: Array  # [B, W + 2, D] float32, of each sequence
+    parameters: Array  # [B · segments, W + 2, D] float32, of each segment
 
 
 def backward(
-    x: Array, before: Array, parameters: Array, past: Array | None, dy: Array, after: Array, plan: Plan
+    x: Array, before: Array, parameters: Array, past: Array | None, dy: list[Array], after: Array, plan: Plan
 ) -> Gradients:
     """Return the gradients of x and the parameters.
 
     Args:
         x, before, parameters, past: as for `forward`.
-        dy: gradient of y.
-        after: what tokens after the last add to the gradient of the last W of x [B, W, D] float32.
+        dy: gradient of y, in the parts that the plan says.
+        after: what tokens after a segment add to the gradient of its last W of x [B · segments, W, D] float32.
         plan: sizes of this call.
     """
-    inputs = {"x": x, "before": before, "parameters": parameters, "past": past, "dy": dy, "after": after}
+    inputs = {"x": x, "before": before, "parameters": parameters, "past": past, "after": after}
+    inputs |= {f"dy{i}": part for i, part in enumerate(dy)}
     inputs = {name: value for name, value in inputs.items() if value is not None}
     outputs = {"dx": jax.ShapeDtypeStruct(x.shape, x.dtype)}
-    outputs["sums"] = jax.ShapeDtypeStruct((x.shape[0], *parameters.shape), jnp.float32)
-    scratch = stage_scratch(inputs, plan)
-    made = launch(_convolve_back, "short_convolution_backward", inputs, outputs, scratch, plan)
+    outputs["sums"] = jax.ShapeDtypeStruct((before.shape[0], *parameters.shape), jnp.float32)
+    scratch = stage_scratch(inputs, plan, gradient=True)
+    made = launch(_convolve_back, "short_convolution_backward", inputs, outputs, scratch, plan, plan.segments)
     return Gradients(made["dx"], made["sums"])
 
 
@@ -81,7 +82,7 @@ def _convolve_back(given: Refs, made: Refs, s: Refs, plan: Plan) -> None:
 
     passed = [plan.load(given["after"].at[b, i, mine]) for i in range(plan.window)]
     sums = [plan.zeros() for _ in weights]
-    _, sums = each_chunk(chunk, (passed, sums), given, made["dx"], s, plan, reverse=True)
+    _, sums = each_chunk(chunk, (passed, sums), given, [made["dx"]], s, plan, reverse=True)
     for i, total in enumerate(sums):
         made["sums"].at[b, i, mine][...] = total
 

@@ -17,21 +17,24 @@ from pallas_kernels.short_convolution.stream_sm90 import (
 )
 
 
-def forward(x: Array, before: Array, parameters: Array, past: Array | None, plan: Plan) -> Array:
-    """Convolve: y [B, T, D] in x's dtype.
+def forward(x: Array, before: Array, parameters: Array, past: Array | None, plan: Plan) -> list[Array]:
+    """Convolve: y [B, T, D] in x's dtype, in the parts that the plan says.
 
     Args:
-        x: [B, T, D], T a multiple of the chunk size, D of the channels of a block.
-        before: the inputs before x [B, W, D], in its dtype.
+        x: [B, T, D], cut as the plan says.
+        before: the inputs before each segment [B · segments, W, D], in x's dtype.
         parameters: the W + 1 taps, the last for the token itself, and the bias [W + 2, D] float32.
         past: how many tokens before it each token sees, four times [B, T, 4] int32; None: W.
         plan: sizes of this call.
     """
     inputs = {"x": x, "before": before, "parameters": parameters, "past": past}
     inputs = {name: value for name, value in inputs.items() if value is not None}
-    outputs = {"y": jax.ShapeDtypeStruct(x.shape, x.dtype)}
+    outputs = {
+        f"y{i}": jax.ShapeDtypeStruct((*x.shape[:2], part), x.dtype) for i, part in enumerate(plan.parts)
+    }
     scratch = stage_scratch(inputs, plan)
-    return launch(_convolve, "short_convolution_forward", inputs, outputs, scratch, plan)["y"]
+    made = launch(_convolve, "short_convolution_forward", inputs, outputs, scratch, plan, plan.segments)
+    return [*made.values()]
 
 
 def _convolve(given: Refs, made: Refs, s: Refs, plan: Plan) -> None:
@@ -52,4 +55,4 @@ def _convolve(given: Refs, made: Refs, s: Refs, plan: Plan) -> None:
         lax.fori_loop(0, CHUNK // plan.unroll, tokens, [plan.load(x.at[i]) for i in range(plan.window)])
         return state
 
-    each_chunk(chunk, (), given, made["y"], s, plan)
+    each_chunk(chunk, (), given, [*made.values()], s, plan)

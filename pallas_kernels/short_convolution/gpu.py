@@ -1,7 +1,7 @@
 """The convolution on a Hopper GPU: arguments, segments, gradients."""
 
 from functools import partial
-from typing import cast
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -44,6 +44,7 @@ def short_convolution(
     bias: Float[Array, "D"] | None,
     past: Int[Array, "B T"] | None,
     *,
+    parts: tuple[int, ...] = (),
     segments: int | None = None,
 ) -> Float[Array, "B T D"]:
     """Convolve x, preceded by `tail`; differentiable once, in reverse, in all its floating-point arguments.
@@ -54,6 +55,8 @@ def short_convolution(
         kernel: J = 2 … 8 taps a channel, the last for the token itself; float32.
         bias: float32.
         past: how many of the tokens before it each token sees, W at most; None: all see W.
+        parts: widths into which y will be split. If they are multiples of 128, the kernels write and read such parts,
+            which are joined and split for XLA only, that sees that they need not be.
         segments: into how many to cut the sequence, to be worked on side by side; None chooses.
 
     Returns:
@@ -63,16 +66,21 @@ def short_convolution(
         Unsupported: not a Hopper GPU, or dtypes and sizes that the kernels do not have.
     """
     check(x, kernel)
-    return cast(Array, _evaluate(make_plan(x, kernel, segments), x, tail.astype(x.dtype), kernel, bias, past))
+    plan = make_plan(x, kernel, parts, segments)
+    return jnp.concatenate(cast(Any, _evaluate(plan, x, tail.astype(x.dtype), kernel, bias, past)), axis=-1)
 
 
-def make_plan(x: Array, kernel: Array, segments: int | None = None) -> Plan:
+def make_plan(x: Array, kernel: Array, parts: tuple[int, ...] = (), segments: int | None = None) -> Plan:
     """Choose sizes for a call."""
     batch, time, width = x.shape
-    channels = WARPGROUP if width % (2 * WARPGROUP) or x.dtype.itemsize > 2 else 2 * WARPGROUP
+    if sum(parts) != width or any(part % WARPGROUP for part in parts):
+        parts = (width,)
+    wide = x.dtype.itemsize == 2 and not any(part % (2 * WARPGROUP) for part in parts)
+    channels = 2 * WARPGROUP if wide else WARPGROUP
     if segments is None:
         segments = choose_segments(batch * width // channels, time)
-    return Plan(kernel.shape[0], channels, time // (segments * CHUNK), segments, interpret=interpretation())
+    chunks = time // (segments * CHUNK)
+    return Plan(kernel.shape[0], parts, channels, chunks, segments, interpret=interpretation())
 
 
 def choose_segments(blocks: int, time: int) -> int:
@@ -84,15 +92,14 @@ def choose_segments(blocks: int, time: int) -> int:
 
 
 def _segmented(z: Array, plan: Plan) -> Array:
+    """Segments beside each other on the batch axis."""
     return z.reshape(z.shape[0] * plan.segments, plan.chunks * CHUNK, *z.shape[2:])
 
 
-def _inputs(plan: Plan, x: Array, tail: Array, past: Array | None) -> tuple[Array, Array, Array | None]:
-    """Segments of x, the tokens before each of them, and segments of past."""
-    cut = _segmented(x, plan)
-    ends = cut[:, -plan.window :].reshape(x.shape[0], plan.segments, plan.window, -1)
-    before = jnp.concatenate([tail[:, None], ends[:, :-1]], axis=1)
-    return cut, before.reshape(-1, *tail.shape[1:]), None if past is None else _segmented(past, plan)
+def _before(x: Array, tail: Array, plan: Plan) -> Array:
+    """The tokens before each segment."""
+    ends = _segmented(x, plan)[:, -plan.window :].reshape(x.shape[0], plan.segments, *tail.shape[1:])
+    return jnp.concatenate([tail[:, None], ends[:, :-1]], axis=1).reshape(-1, *tail.shape[1:])
 
 
 def _padded(past: Array | None) -> Array | None:
@@ -105,9 +112,8 @@ def _joined(kernel: Array, bias: Array | None) -> Array:
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _evaluate(plan, x, tail, kernel, bias, past):
-    x, before, seen = _inputs(plan, x, tail, past)
-    y = forward(x, before, _joined(kernel, bias), _padded(seen), plan.staged(FORWARD_STAGES))
-    return y.reshape(tail.shape[0], -1, tail.shape[2])
+    plan = plan.staged(FORWARD_STAGES)
+    return tuple(forward(x, _before(x, tail, plan), _joined(kernel, bias), _padded(past), plan))
 
 
 def _evaluate_forward(plan, *inputs):
@@ -116,23 +122,25 @@ def _evaluate_forward(plan, *inputs):
 
 def _evaluate_backward(plan, inputs, dy):
     x, tail, kernel, bias, past = inputs
-    cut, before, seen = _inputs(plan, x, tail, past)
-    dy = _segmented(dy, plan)
-    dbefore = _before(plan, cut, before, kernel, bias, seen, dy)
+    before = _before(x, tail, plan)
+    dbefore = _gradient_before(plan, x, before, kernel, bias, past, dy)
     dbefore = dbefore.reshape(x.shape[0], plan.segments, *tail.shape[1:])
     after = jnp.pad(dbefore[:, 1:], ((0, 0), (0, 1), (0, 0), (0, 0))).reshape(before.shape)
     plan = plan.staged(BACKWARD_STAGES)
-    grads = backward(cut, before, _joined(kernel, bias), _padded(seen), dy, after, plan)
+    grads = backward(x, before, _joined(kernel, bias), _padded(past), dy, after, plan)
     sums = grads.parameters.sum(0)
-    dbias = None if bias is None else sums[-1]
-    return grads.x.reshape(x.shape), dbefore[:, 0].astype(tail.dtype), sums[:-1], dbias, None
+    return grads.x, dbefore[:, 0].astype(tail.dtype), sums[:-1], None if bias is None else sums[-1], None
 
 
-def _before(plan, x, before, kernel, bias, past, dy):
+def _gradient_before(plan, x, before, kernel, bias, past, dy):
     """The gradient of the tokens before each segment: of its first tokens, which alone see them; float32."""
-    first, dy = (z[:, : plan.window].astype(jnp.float32) for z in (x, dy))
-    past = None if past is None else past[:, : plan.window]
-    _, gradient = jax.vjp(lambda z: convolve(first, z, kernel, bias, past), before.astype(jnp.float32))
+
+    def first(z: Array) -> Array:
+        return _segmented(z, plan)[:, : plan.window]
+
+    dy = jnp.concatenate([first(part) for part in dy], axis=-1).astype(jnp.float32)
+    x, past = first(x).astype(jnp.float32), None if past is None else first(past)
+    _, gradient = jax.vjp(lambda z: convolve(x, z, kernel, bias, past), before.astype(jnp.float32))
     return gradient(dy)[0]
 
 

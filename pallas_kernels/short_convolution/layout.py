@@ -20,9 +20,10 @@ class Plan:
     """Sizes of one call; all static."""
 
     taps: int
-    channels: int  # of a block, a multiple of 128
-    chunks: int
-    segments: int  # of a sequence, which stand beside each other on the batch axis
+    parts: tuple[int, ...]  # widths of the arrays into which y and its gradient are cut
+    channels: int  # of a block, a multiple of 128 that divides them
+    chunks: int  # of a segment
+    segments: int  # of a sequence, which are worked on side by side
     interpret: Any = None
     stages: int = 1  # chunks in flight
 

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax.numpy as jnp
@@ -15,45 +16,55 @@ from pallas_kernels.short_convolution.layout import CHUNK, Plan
 PADDED = 4  # times a number stands side by side, as copies are of 128 bytes at least
 
 
-def stage_scratch(inputs: dict[str, Array], plan: Plan) -> Refs:
+def stage_scratch(inputs: dict[str, Array], plan: Plan, *, gradient: bool = False) -> Refs:
     """Buffers for chunks of x, behind the tokens before them, of dy and of past, and for a chunk of results."""
-    x = inputs["x"]
-    shapes = {
-        "x": (plan.window + CHUNK, plan.channels),
-        "dy": (CHUNK, plan.channels),
-        "past": (CHUNK, PADDED),
-    }
-    shapes = {name: shape for name, shape in shapes.items() if name in inputs}
-    scratch = {name: plgpu.SMEM((plan.stages, *shape), inputs[name].dtype) for name, shape in shapes.items()}
-    scratch["results"] = plgpu.SMEM((2, CHUNK, plan.channels), x.dtype)
-    return scratch | {"loaded": plgpu.Barrier(num_arrivals=len(shapes) + 1, num_barriers=plan.stages)}
+    dtype, staged = inputs["x"].dtype, {}
+    staged["x"] = (plan.window + CHUNK, plan.channels), dtype
+    if gradient:
+        staged["dy"] = (CHUNK, plan.channels), dtype
+    if "past" in inputs:
+        staged["past"] = (CHUNK, PADDED), jnp.int32
+    scratch: Refs = {name: plgpu.SMEM((plan.stages, *shape), of) for name, (shape, of) in staged.items()}
+    scratch["results"] = plgpu.SMEM((2, CHUNK, plan.channels), dtype)
+    return scratch | {"loaded": plgpu.Barrier(num_arrivals=len(staged) + 1, num_barriers=plan.stages)}
+
+
+def of_part(arrays: list[Any], use: Callable[[Any, Any], None], plan: Plan) -> None:
+    """use(array, channels in it) for that of the arrays, which together have all channels, that has the block's."""
+    d, start = lax.axis_index("d"), 0
+    for array in arrays:
+        end = start + array.shape[-1] // plan.channels
+        mine = pl.ds((d - start) * plan.channels, plan.channels)
+        pl.when((d >= start) & (d < end))(partial(use, array, mine))
+        start = end
 
 
 def each_chunk(
     chunk: Callable[[Refs, Any, Any], Any],
     state: Any,
     given: Refs,
-    results: Any,
+    results: list[Any],
     s: Refs,
     plan: Plan,
     *,
     reverse: bool = False,
 ) -> Any:
     """Carry `state` through chunk(buffers, results of a chunk, state), and copy the results out."""
-    b, mine = lax.axis_index("b"), pl.ds(lax.axis_index("d") * plan.channels, plan.channels)
+    segment, mine = lax.axis_index("b"), pl.ds(lax.axis_index("d") * plan.channels, plan.channels)
+    b, start = lax.div(segment, plan.segments), lax.rem(segment, plan.segments) * plan.chunks * CHUNK
+    dys = [given[f"dy{i}"] for i in range(len(plan.parts))] if "dy" in s else []
 
     def load(n: Array, slot: Array) -> None:
         def copy(part: Any, buffer: Any) -> None:
             plgpu.copy_gmem_to_smem(part, buffer, s["loaded"].at[slot])
 
-        tokens, x = pl.ds(n * CHUNK, CHUNK), s["x"].at[slot]
-        before = x.at[pl.ds(0, plan.window)]
+        first, x = start + n * CHUNK, s["x"].at[slot]
+        tokens, before = pl.ds(first, CHUNK), x.at[pl.ds(0, plan.window)]
         copy(given["x"].at[b, tokens, mine], x.at[pl.ds(plan.window, CHUNK)])
-        pl.when(n == 0)(lambda: copy(given["before"].at[b, :, mine], before))
-        earlier = pl.ds(n * CHUNK - plan.window, plan.window)
+        pl.when(n == 0)(lambda: copy(given["before"].at[segment, :, mine], before))
+        earlier = pl.ds(first - plan.window, plan.window)
         pl.when(n > 0)(lambda: copy(given["x"].at[b, earlier, mine], before))
-        if "dy" in s:
-            copy(given["dy"].at[b, tokens, mine], s["dy"].at[slot])
+        of_part(dys, lambda dy, mine: copy(dy.at[b, tokens, mine], s["dy"].at[slot]), plan)
         if "past" in s:
             copy(given["past"].at[b, tokens], s["past"].at[slot])
 
@@ -62,7 +73,8 @@ def each_chunk(
         buffers = {name: s[name].at[slot] for name in ("x", "dy", "past") if name in s}
         state = chunk(buffers, made, state)
         plgpu.commit_smem()
-        plgpu.copy_smem_to_gmem(made, results.at[b, pl.ds(n * CHUNK, CHUNK), mine])
+        tokens = pl.ds(start + n * CHUNK, CHUNK)
+        of_part(results, lambda y, mine: plgpu.copy_smem_to_gmem(made, y.at[b, tokens, mine]), plan)
         plgpu.wait_smem_to_gmem(1, wait_read_only=True)
         return state
 
