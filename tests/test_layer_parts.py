@@ -82,6 +82,8 @@ def test_the_tail_of_a_convolution_holds_one_document():
     tail = jnp.full((1, 3, 2), 7.0)
     with pytest.raises(ValueError, match=r"^tail has shape \(1, 2, 2\); it needs \[B, 3, D\]"):
         convolution(x, tail[:, :2])
+    with pytest.raises(ValueError, match=r"^parts=\(1, 2\) are 3 channels together; they must be width=2"):
+        ShortConvolution(2, parts=(1, 2), rngs=nnx.Rngs(0))
     _, continued = convolution(x, tail, jnp.asarray([[0, 0]]))
     _, restarted = convolution(x, tail, jnp.asarray([[0, 1]]))
     np.testing.assert_array_equal(continued[0, :, 0], [7, 1, 1])

@@ -22,8 +22,16 @@ class ShortConvolution(nnx.Module):
     as zero. Each channel has its own kernel, initialised uniform ±1/sqrt(kernel_size).
 
     On a Hopper GPU it is one kernel forward and one backward where T is a multiple of 16, the channels of 128,
-    ``kernel_size`` 2 to 8 and x bfloat16, float16 or float32; elsewhere it is plain XLA. The kernels need not be told
-    the widths of the ``parts`` into which y will be split, but then to split it takes a copy.
+    ``kernel_size`` 2 to 8 and x bfloat16, float16 or float32; elsewhere it is plain XLA.
+
+    Args:
+        width: channels D.
+        kernel_size: tokens under the kernel of a channel.
+        use_bias: whether each channel has a bias, zero at first.
+        parts: widths into which the outputs will be split: the kernels write such parts apart, so that to split
+            takes no copy.
+        param_dtype: of the kernel and the bias.
+        rngs: the source of initial parameters.
     """
 
     def __init__(
@@ -37,6 +45,8 @@ class ShortConvolution(nnx.Module):
         rngs: nnx.Rngs,
     ):
         check_count("kernel_size", kernel_size)
+        if parts and sum(parts) != width:
+            raise ValueError(f"parts={parts} are {sum(parts)} channels together; they must be width={width}")
         self.parts = parts
         self.kernel = nnx.Param(fan_in_uniform(rngs.params(), (kernel_size, width), param_dtype))
         self.bias = nnx.Param(jnp.zeros(width, param_dtype)) if use_bias else None
