@@ -152,13 +152,13 @@ def draw_answers(
     answers = np.union1d(likely, example["targets"][known])
     figure, panel = plt.subplots(figsize=(max(6.0, 0.16 * len(known)), max(2.5, 0.16 * len(answers))))
     image = panel.imshow(chances[known][:, answers].T, aspect="auto", cmap="Blues", vmin=0, vmax=1)
-    panel.plot(np.searchsorted(answers, example["targets"][known]), "rx", markersize=4, label="right")
+    panel.plot(np.searchsorted(answers, example["targets"][known]), "rx", markersize=4)
     panel.set_yticks(range(len(answers)), [task.symbol(int(a)) for a in answers], fontsize="x-small")
     panel.set_xticks(
         range(len(known)), [task.symbol(int(t)) for t in example["tokens"][known]], fontsize="x-small"
     )
     panel.tick_params(axis="x", rotation=90)
-    panel.set(xlabel="read", ylabel="answer", title=name)
+    panel.set(xlabel="read", ylabel="answer", title=f"{name}; × the right answer")
     figure.colorbar(image, label="probability")
     figure.tight_layout()
     figure.savefig(out, dpi=130)
