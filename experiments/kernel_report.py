@@ -30,6 +30,7 @@ from rich.console import Console
 from experiments import kernel_table
 from experiments.kernel_launches import convolution_launches, decode_launches, scan_launches
 from pallas_kernels.rank_one.backward_chunks_sm90 import backward_chunks
+from pallas_kernels.rank_one.backward_sm90 import backward
 from pallas_kernels.rank_one.backward_states_sm90 import backward_states
 from pallas_kernels.rank_one.forward_sm90 import forward
 from pallas_kernels.rank_one.gpu import make_plan
@@ -176,6 +177,8 @@ def launches(key_dim: int, value_dim: int, features: str) -> Iterator[tuple[str,
         passed = run(backward_states, staged, residuals=False)
         yield "segment_gradients", passed, (skip, k, k, v, inverse, gates, state)
     yield "backward_chunks", partial(backward_chunks, plan=plan), (k, k, v, v, v, v, states, states, gates)
+    if plan.joint:
+        yield "backward", partial(backward, plan=plan), (k, k, v, v, v, states, inverse, gates, state)
 
 
 def compiled(row: Row, function: Callable, arguments: tuple) -> Row:

@@ -1,6 +1,7 @@
 """Small helpers for Pallas Mosaic GPU device code: tiled buffers, vectors, and matrix products."""
 
-from typing import Any, cast
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -50,12 +51,12 @@ class Zero:
 
     def __init__(self, memory: Any) -> None:
         self.memory = memory
-        memory[...] = jnp.zeros((128,), jnp.int32)
+        memory[...] = jnp.zeros((128,), memory.dtype)
         plgpu.commit_smem()
 
     def get(self) -> Array:
         """Read it."""
-        return self.memory[0]
+        return self.memory[0].astype(jnp.int32)
 
 
 class MatrixUnit:
@@ -88,12 +89,24 @@ class MatrixUnit:
 
     def add(self, start: Array, *factors: tuple[Any, Any]) -> Array:
         """`start` plus the sum of the products x @ y."""
+        return self.sums((start, *factors))[0][0]
+
+    def sums(self, *terms: Any, meanwhile: Callable[[], Any] = lambda: None) -> tuple[list[Array], Any]:
+        """For each (start, (x, y), ...) what `add` returns, and what `meanwhile` returns.
+
+        All products are on their way before `meanwhile` is called, and awaited after it.
+        """
         if self.staging is not None:
-            rows, columns = start.shape
-            return start + self.product((rows, columns), *factors)
+            return [start + self.product(start.shape, *factors) for start, *factors in terms], meanwhile()
 
-        def body(accumulator):
-            for x, y in factors:
-                plgpu.wgmma(accumulator, x, y)
+        def body(*accumulators):
+            for accumulator, (start, *factors) in zip(accumulators, terms, strict=True):
+                accumulator[...] = start
+                for x, y in factors:
+                    plgpu.wgmma(accumulator, x, y)
+            made = meanwhile()
+            return [accumulator[...] for accumulator in accumulators], made
 
-        return cast(Array, pl.run_state(body)(plgpu.WGMMAAccumulatorRef.init(start)))
+        return pl.run_scoped(
+            body, *(plgpu.WGMMAAccumulatorRef(start.shape, jnp.float32) for start, *_ in terms)
+        )

@@ -138,7 +138,7 @@ def test_form_none_picks_the_kernels_where_they_serve(cell):
 @pytest.mark.parametrize(
     ("cell", "shape", "packed"),
     [
-        ("gated_delta_rule", Shape(T=130, B=4, H=8, HV=16, K=128, V=128), True),
+        ("gated_delta_rule", Shape(T=130, B=8, H=8, HV=16, K=128, V=128), True),
         ("ssd", Shape(T=65, K=60, V=100), False),
     ],
 )
@@ -150,7 +150,7 @@ def test_kernels_are_lowered_for_a_gpu(cell, shape, packed):
     with kernels.h200():
         traced = jax.jit(jax.grad(lambda x: kernels.loss(cell, x, weights, ids)[0])).trace(inputs)
         text = traced.lower(lowering_platforms=("cuda",)).as_text()
-    assert text.count("@mosaic_gpu_v2") == (4 if cell == "gated_delta_rule" else 3)
+    assert text.count("@mosaic_gpu_v2") == 3  # a solve and one backward kernel, or no solve and two
 
 
 def test_kernels_are_lowered_inside_shard_map():

@@ -31,7 +31,9 @@ class InputGradients(NamedTuple):
     q: Array | None  # [B, T, HV, K] 16-bit: for each value head
     k: Array  # [B, T, HV, K] 16-bit: for each value head
     v: Array  # [B, T, HV, V] 16-bit
-    gates: Array  # [B, HV, N, rows, C] float32; see `Parts`
+    erase: Array  # [B, HV, N, C] float32, like those that follow
+    write: Array
+    sums: Array  # of the decay sums c
 
 
 def backward_chunks(
@@ -46,7 +48,7 @@ def backward_chunks(
     gates: Array,
     plan: Plan,
 ) -> InputGradients:
-    """Return the gradients of q, k, v and, in parts, of the gates.
+    """Return the gradients of q, k, v and, of the gates.
 
     Args:
         q: [B, T, H, K] 16-bit; None, with do, if nothing was read out.
@@ -90,4 +92,16 @@ def backward_chunks(
         kernel_name="rank_one_backward_chunks",
     )(*inputs.values())
     made = dict(zip(outputs, results, strict=True))
-    return InputGradients(made.get("dq"), made["dk"], made["dv"], made["dgates"])
+    parts = {part: made["dgates"][..., part, :] for part in Parts}
+    gradients = parts[Parts.ERASE], parts[Parts.WRITE], _sum_gradient(parts, plan)
+    return InputGradients(made.get("dq"), made["dk"], made["dv"], *gradients)
+
+
+def _sum_gradient(parts: dict[Parts, Array], plan: Plan) -> Array:
+    """The gradient of the decay sums c [B, HV, N, C]."""
+    change, last = -parts[Parts.EXIT], parts[Parts.EXIT].sum(-1) + parts[Parts.TOTAL].sum(-1)
+    if plan.reads:
+        change += parts[Parts.SUM_QUERIES] - parts[Parts.MINUS_QUERIES]
+    if plan.erases:
+        change += parts[Parts.SUM_KEYS] - parts[Parts.MINUS_KEYS]
+    return change.at[..., -1].add(last)

@@ -29,8 +29,10 @@ def decay_sums(log_decay: Array | None, write: Array, restart: Array | None) -> 
         write: [B, T, HV], for the shape.
         restart: [B, T], True where the state restarts, or None.
     """
-    whole, rest = decay_sums_in_two(log_decay, write, restart)
-    return whole + rest
+    if log_decay is None:
+        return jnp.zeros_like(chunked(write))
+    decay, summed = _summands(log_decay, restart)
+    return _sum_up(decay, summed)
 
 
 def decay_sums_in_two(log_decay: Array | None, write: Array, restart: Array | None) -> tuple[Array, Array]:
@@ -42,15 +44,23 @@ def decay_sums_in_two(log_decay: Array | None, write: Array, restart: Array | No
     if log_decay is None:
         nothing = jnp.zeros_like(chunked(write))
         return nothing, nothing
-    decay = jnp.maximum(chunked(log_decay), FORGET)
-    summed = EARLIER
+    decay, summed = _summands(log_decay, restart)
+    whole = lax.stop_gradient(jnp.round(decay))
+    return _sum_up(whole, summed), _sum_up(decay - whole, summed)
+
+
+def _summands(log_decay: Array, restart: Array | None) -> tuple[Array, Array | np.ndarray]:
+    """Return the log-decays [B, HV, N, C], and which of them each sum takes [..., C, C]."""
+    decay, summed = jnp.maximum(chunked(log_decay), FORGET), EARLIER
     if restart is not None:
         cut, document = documents(restart)
         decay = jnp.where(cut, 0.0, decay)  # nothing is left that it could act on
         summed = EARLIER & (document[..., None] == document[..., None, :])
-    whole = lax.stop_gradient(jnp.round(decay))
-    sum_up = lambda x: jnp.sum(jnp.where(summed, x[..., None, :], 0.0), -1)  # noqa: E731
-    return sum_up(whole), sum_up(decay - whole)
+    return decay, summed
+
+
+def _sum_up(x: Array, summed: Array | np.ndarray) -> Array:
+    return jnp.sum(jnp.where(summed, x[..., None, :], 0.0), -1)
 
 
 def documents(restart: Array) -> tuple[Array, Array]:

@@ -14,8 +14,9 @@ from jaxtyping import Bool, Float
 
 from pallas_kernels.device import Unsupported, check_hopper, interpretation
 from pallas_kernels.rank_one.backward_chunks_sm90 import backward_chunks
+from pallas_kernels.rank_one.backward_roles_sm90 import SIZE
+from pallas_kernels.rank_one.backward_sm90 import backward
 from pallas_kernels.rank_one.backward_states_sm90 import backward_states
-from pallas_kernels.rank_one.chunk_roles_sm90 import Parts
 from pallas_kernels.rank_one.forward_sm90 import forward
 from pallas_kernels.rank_one.gates import decay_sums, gate_rows, unchunked
 from pallas_kernels.rank_one.inputs import check_inputs
@@ -134,6 +135,7 @@ def make_plan(
         dtype=k.dtype,
         scale=scale,
         segments=segments,
+        joint=key_dim == value_dim == SIZE and 2 * batch * segments * heads > MULTIPROCESSORS,
         warpgroups=2 if together else 1,
         interpret=interpretation(),
     )
@@ -173,33 +175,24 @@ def _evaluate_backward(plan, residuals, cotangents):
     q, k, v, write, log_decay, restart, gates, inverse, passage, states, row_values = residuals
     do, dstate = cotangents
     dstate = leaving_gradients(q, k, do, inverse, gates, dstate, passage, plan.staged())
-    found = backward_states(q, k, do, inverse, gates, dstate, plan.staged(residuals=True))
-    drows, dstates = cast(Array, found.rows), cast(Array, found.states)
-    grads = backward_chunks(q, k, v, do, row_values, drows, states, dstates, gates, plan)
-    parts = {part: grads.gates[..., part, :] for part in Parts}
-    derase = unchunked(parts[Parts.ERASE]) if plan.erases else None
-    dwrite = unchunked(parts[Parts.WRITE])
+    if plan.joint:
+        grads, dstate = backward(q, k, v, do, row_values, states, inverse, gates, dstate, plan)
+    else:
+        found = backward_states(q, k, do, inverse, gates, dstate, plan.staged(residuals=True))
+        drows, dstates, dstate = cast(Array, found.rows), cast(Array, found.states), found.initial_state
+        grads = backward_chunks(q, k, v, do, row_values, drows, states, dstates, gates, plan)
+    derase = unchunked(grads.erase) if plan.erases else None
     dlog_decay = None
     if log_decay is not None:
         _, transpose = jax.vjp(lambda g: decay_sums(g, write, restart), log_decay)
-        (dlog_decay,) = transpose(_sum_gradient(parts, plan))
+        (dlog_decay,) = transpose(grads.sums)
     group = plan.value_heads // k.shape[2]
     dq, dk = (_sum_group(x, group) for x in (grads.q, grads.k))
-    dinitial = first_segment(found.initial_state, plan)
-    return dq, dk, grads.v, derase, dwrite, dlog_decay, None, dinitial
+    dinitial = first_segment(dstate, plan)
+    return dq, dk, grads.v, derase, unchunked(grads.write), dlog_decay, None, dinitial
 
 
 _evaluate.defvjp(_evaluate_forward, _evaluate_backward)
-
-
-def _sum_gradient(parts: dict[Parts, Array], plan: Plan) -> Array:
-    """The gradient of the decay sums c [B, HV, N, C]."""
-    change, last = -parts[Parts.EXIT], parts[Parts.EXIT].sum(-1) + parts[Parts.TOTAL].sum(-1)
-    if plan.reads:
-        change += parts[Parts.SUM_QUERIES] - parts[Parts.MINUS_QUERIES]
-    if plan.erases:
-        change += parts[Parts.SUM_KEYS] - parts[Parts.MINUS_KEYS]
-    return change.at[..., -1].add(last)
 
 
 def _sum_group(x: Array | None, group: int) -> Array | None:

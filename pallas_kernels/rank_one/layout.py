@@ -49,6 +49,7 @@ class Plan:
     dtype: Any = jnp.bfloat16  # of the factors of all products: bfloat16 or float16
     segments: int = 1  # of a sequence, which stand beside each other on the batch axis
     interpret: Any = None
+    joint: bool = False  # the backward pass is one kernel: a head keeps a multiprocessor busy
     warpgroups: int = 1  # that share a block, each with 64 columns of the state
     stages: int = 2  # chunks in flight; see `staged`
     scale: float = 1.0  # of the queries

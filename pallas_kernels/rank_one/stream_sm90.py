@@ -158,6 +158,14 @@ def worker_columns(worker: Array | int, plan: Plan) -> Any:
     return pl.ds((lax.axis_index("j") * plan.warpgroups + worker) * COLUMNS, COLUMNS)
 
 
+def put_scores(place: Any, products: Array, gates: Any, plan: Plan) -> None:
+    """Put scale · Tril(products ⊙ Γ) into shared memory: P, from Q Kᵀ, or its gradient P̄."""
+    scores = plan.decayed(products, gates, diagonal=True)
+    if plan.scale != 1.0:
+        scores *= plan.scale
+    place[...] = scores.astype(plan.dtype)
+
+
 def matrix_unit(s: Refs, wg: Any) -> MatrixUnit:
     """The products of one warpgroup."""
     staging = s.get("staging")
@@ -213,11 +221,8 @@ def _load_and_score(given: Refs, s: Refs, plan: Plan, group: int, reverse: bool)
     def score(i: Array) -> None:
         slot = lax.rem(i, plan.stages)
         plgpu.barrier_wait(s["loaded"].at[slot])
-        scores = unit.product((CHUNK, CHUNK), (s["q"].at[slot], s["k"].at[slot].transpose((1, 0))))
-        scores = plan.decayed(scores, s["gates"].at[slot], diagonal=True)
-        if plan.scale != 1.0:
-            scores *= plan.scale
-        s["scores"][slot] = scores.astype(plan.dtype)
+        factors = s["q"].at[slot], s["k"].at[slot].transpose((1, 0))
+        put_scores(s["scores"].at[slot], unit.product((CHUNK, CHUNK), factors), s["gates"].at[slot], plan)
         plgpu.commit_smem()
         plgpu.barrier_arrive(s["scored"].at[slot])
 

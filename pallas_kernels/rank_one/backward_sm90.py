@@ -1,0 +1,85 @@
+"""Mosaic GPU, Hopper: the whole backward pass of a head in one kernel, from the last chunk to the first.
+
+It computes what `backward_states_sm90` and `backward_chunks_sm90` do, where the formulas stand, for keys and values of
+128 entries, without the arrays that go from one to the other: the gradients of the states and of the rows stay on the
+multiprocessor. A multiprocessor has one head at a time, so heads must be many.
+
+The gradient of the decay sums c follows from the others. In every product that has a decay, q stands with e^c, the key
+that reads with a e^c, and the key that writes with e^{−c}; so that with dk = a u + w, the parts of the two,
+
+    dc = rowsum(q ⊙ dq) + a rowsum(k ⊙ u) − rowsum(k ⊙ w),   da = rowsum(k ⊙ u),
+
+and the last c of a chunk has, besides, the product of the state that leaves it with that state's gradient.
+"""
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.mosaic import APPROXIMATE
+from pallas_kernels.rank_one.backward_chunks_sm90 import InputGradients
+from pallas_kernels.rank_one.backward_roles_sm90 import WORKERS, Backward, Parts, scratch_buffers
+from pallas_kernels.rank_one.layout import CHUNK, Plan
+
+
+def backward(
+    q: Array | None,
+    k: Array,
+    v: Array,
+    do: Array | None,
+    forward_rows: Array,
+    states: Array,
+    inverse: Array | None,
+    gates: Array,
+    final_state: Array,
+    plan: Plan,
+) -> tuple[InputGradients, Array]:
+    """Return the gradients of the inputs, and that of the initial state, dSᵀ [B, HV, V, K] float32.
+
+    Args:
+        q: [B, T, H, K] 16-bit; None, with do, if nothing was read out.
+        k: like q.
+        v: [B, T, HV, V] 16-bit.
+        do: like v.
+        forward_rows: D, like v.
+        states: Sᵀ as it entered each chunk [B, HV, N, V, K] 16-bit.
+        inverse: T of every chunk [B, HV, N, C, C] 16-bit; None if nothing is erased.
+        gates: [B, HV, N, rows, C] float32; see `layout.Gates`.
+        final_state: gradient of the final state, dSᵀ [B, HV, V, K] float32.
+        plan: sizes and features of this call.
+    """
+    batch, time, heads, width = k.shape
+    inputs = {"q": q, "k": k, "inverse": inverse, "gates": gates, "do": do, "rows": forward_rows, "v": v}
+    inputs |= {"states": states, "final_state": final_state}
+    inputs = {name: x for name, x in inputs.items() if x is not None}
+    keys = jax.ShapeDtypeStruct((batch, time, plan.value_heads, width), plan.dtype)
+    outputs = {"dk": keys, "dv": jax.ShapeDtypeStruct(v.shape, plan.dtype)}
+    if q is not None:
+        outputs["dq"] = keys
+    outputs["dgates"] = jax.ShapeDtypeStruct((*gates.shape[:3], WORKERS, len(Parts), CHUNK), jnp.float32)
+    outputs["initial_state"] = jax.ShapeDtypeStruct(final_state.shape, jnp.float32)
+
+    def body(*refs):
+        given = dict(zip(inputs, refs, strict=False))
+        made = dict(zip(outputs, refs[len(inputs) :], strict=True))
+        work = Backward(plan, given, made, plan.value_heads // heads)
+        pl.run_scoped(work.run, scratch_buffers(inputs, plan), collective_axes="wg")
+
+    results = plgpu.kernel(
+        body,
+        out_type=tuple(outputs.values()),
+        grid=(plan.value_heads, batch),
+        grid_names=("h", "b"),
+        num_threads=WORKERS + 1,
+        thread_name="wg",
+        interpret=plan.interpret,
+        compiler_params=APPROXIMATE,
+        kernel_name="rank_one_backward",
+    )(*inputs.values())
+    made = dict(zip(outputs, results, strict=True))
+    parts = {part: made["dgates"][..., part, :].sum(3) for part in Parts}
+    sums = parts[Parts.SUM].at[..., -1].add(parts[Parts.LAST].sum(-1))
+    gradients = made.get("dq"), made["dk"], made["dv"], parts[Parts.ERASE], parts[Parts.WRITE], sums
+    return InputGradients(*gradients), made["initial_state"]
