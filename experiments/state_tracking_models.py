@@ -105,7 +105,8 @@ def build_model(arm: Arm, sizes: Sizes, seed: int) -> nnx.Module:
         options = dict(named_config(f"{layer}-50m").pattern[0].options) | dict(arm.options)
         pattern.append(BlockConfig(layer, tuple(options.items()), 8 * sizes.width // 3))
     stack = LanguageModelConfig(VOCABULARY, sizes.width, arm.encoder, tuple(pattern), tied=True)
-    return LanguageModel(stack, max_length=4100, rngs=nnx.Rngs(seed))
+    # A loop over so few layers costs more, to keep what its backward pass needs, than it saves in compiling.
+    return LanguageModel(stack, max_length=4100, unroll=arm.encoder, rngs=nnx.Rngs(seed))
 
 
 def forward(**options: Any) -> Forward:

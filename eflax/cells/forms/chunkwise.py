@@ -53,6 +53,8 @@ def chunkwise(
 
     @jax.checkpoint
     def evaluate(state: Array, chunks: Chunks):
+        if count == 1:
+            return _apply(chunks, state, precision)
         rows, maps = _summarise(chunks, precision)
         states, state = affine.scan_states(maps, state, axis=2)
         return state, None if chunks.q is None else _read(chunks.q, chunks, rows, states, precision)
@@ -103,6 +105,22 @@ def _summarise(chunks: Chunks, precision: lax.Precision) -> tuple[Rows, affine.A
     matrix = total[..., None, None] * jnp.eye(size, dtype=k.dtype).reshape(1, 1, 1, size, size)
     maps = affine.Dense(matrix - carried[..., :size], carried[..., size:])
     return Rows(own=solved[..., size:], from_state=solved[..., :size]), maps
+
+
+def _apply(chunks: Chunks, state: Array, precision: lax.Precision) -> tuple[Array, Array | None]:
+    """The state after a single chunk, and its read-outs. Its map, of K rows a head, need not be known."""
+    decay, state = chunks.decay(), state[:, :, None]
+    entering, rows = decay.entry[..., None], chunks.v
+    if chunks.erase is not None:
+        erase = chunks.erase[..., None]
+        inverse = unit_lower_inverse(erase * _outer_matmul(chunks.k, chunks.k, precision) * decay.within)
+        answered = jnp.matmul(entering * chunks.k, state, precision=precision)
+        rows = jnp.matmul(inverse, rows - erase * answered, precision=precision)
+    leaving = _transposed_matmul(decay.exit[..., None] * chunks.k, rows, precision)
+    final_state = (decay.total[..., None, None] * state + leaving)[:, :, 0]
+    if chunks.q is None:
+        return final_state, None
+    return final_state, _read(chunks.q, chunks, Rows(rows, None), state, precision)
 
 
 def _read(q: Array, chunks: Chunks, rows: Rows, states: Array, precision: lax.Precision) -> Array:
