@@ -3,6 +3,7 @@
 import gzip
 import json
 import lzma
+import os
 
 import numpy as np
 import pytest
@@ -69,6 +70,9 @@ def test_every_kind_of_file_gives_its_documents(tmp_path, kind):
         ("a.jsonl", b'{"text": "x"}\n{"text"\n', "a.jsonl, line 2: no JSON"),
         ("a.jsonl", b'{"body": "x"}\n', r"line 1: no text in the field 'text' \(there is body\)"),
         ("a.jsonl.gz", gzip.compress(b'{"text": "x"}\n' * 999, mtime=0)[:-20], "ends too early"),
+        ("a.jsonl", b'{"text": "a\\ud800"}\n', "line 1: character 1 is a lone surrogate"),
+        ("a.jsonl", b"[" * 200_000, "line 1: no JSON"),
+        ("a.jsonl.zst", b"garbage", "cannot be read"),
         ("a.doc", b"x", "the end of its name is none of"),
         ("a.array_record", b"x" * 100, "no readable ArrayRecord file"),
     ],
@@ -77,6 +81,16 @@ def test_bad_files_are_told(tmp_path, name, content, message):
     (tmp_path / name).write_bytes(content)
     with pytest.raises(DataError, match=message):
         list(read_documents(str(tmp_path / name)))
+
+
+def test_a_cut_zst_file_is_told_even_where_a_line_ends(tmp_path):
+    zstandard = pytest.importorskip("zstandard")
+    whole, path = zstandard.compress(b'{"text": "x"}\n' * 9), tmp_path / "a.jsonl.zst"
+    path.write_bytes(whole * 2)
+    assert len(list(read_documents(str(path)))) == 18
+    path.write_bytes(whole + whole[:-4])
+    with pytest.raises(DataError, match=r"ends too early \(the last zstd frame is not whole\); get it again"):
+        list(read_documents(str(path)))
 
 
 def test_missing_files_and_tokenizers_are_told(tmp_path):
@@ -146,6 +160,17 @@ def test_data_sets_of_the_hub_are_streamed(tmp_path):
         list(read_documents(f"{source}:holidays"))
     with pytest.raises(DataError, match=r"row 0: no text in the field 'content' \(there is text, meta\)"):
         list(read_documents(source, "content"))
+
+
+def test_what_another_process_writes_is_left_alone(store, tmp_path):
+    """Two containers share a cache, and both are process 1 of theirs."""
+    folder, pid = next((tmp_path / "cache" / "tokens").iterdir()), os.getpid()
+    other = tmp_path / "other" / "tokens" / f"{folder.name}.{pid}.part"
+    other.mkdir(parents=True)
+    again = load_tokens(str(tmp_path / "data.jsonl"), BYTES, tmp_path / "other")
+    assert again.fingerprint == store.fingerprint and other.is_dir()
+    with pytest.raises(DataError, match="max_tokens=0 must be at least 1"):
+        load_tokens(str(tmp_path / "data.jsonl"), BYTES, tmp_path / "other", max_tokens=0)
 
 
 @pytest.mark.parametrize("damage", ["cut", "flip", "meta"])

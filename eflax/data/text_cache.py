@@ -7,6 +7,7 @@ import multiprocessing
 import os
 import platform
 import shutil
+import uuid
 import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -82,6 +83,8 @@ def load_tokens(
         DataError: see `read_documents`; an id is not below the tokenizer's vocab_size; the disk is full or not
             writable; or a cache that is there is damaged.
     """
+    if max_tokens is not None and max_tokens < 1:
+        raise DataError(f"max_tokens={max_tokens} must be at least 1, or None to read all")
     key = {"format": FORMAT, "source": _describe(source), "tokenizer": tokenizer.fingerprint}
     key |= {"field": field, "max_tokens": max_tokens}
     digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:20]
@@ -156,7 +159,8 @@ def _encode(tokenizer: Tokenizer, texts: tuple[str, ...]) -> list[tuple[np.ndarr
 @contextmanager
 def _renamed_when_whole(folder: Path) -> Iterator[Path]:
     """Yield a new folder beside `folder` that takes its name at the end, or is removed at an error."""
-    part = folder.with_name(f"{folder.name}.{os.getpid()}.part")
+    # No process number: those of two containers or hosts that share the folder may be the same.
+    part = folder.with_name(f"{folder.name}.{uuid.uuid4().hex}.part")
     try:
         part.mkdir(parents=True)
         yield part
@@ -199,8 +203,8 @@ def _write(folder: Path, source: str, tokenizer: Tokenizer, pieces: Pieces, max_
         positions = positions[positions < count]
         if not len(positions) or positions[0]:
             raise DataError(
-                f"{source} is empty or does not begin with the id {tokenizer.bos}, with which each document begins; "
-                "give the tokenizer that the ids were made with"
+                f"{source} has no text, or does not begin with the id {tokenizer.bos}, with which each document "
+                "begins; give the tokenizer that the ids were made with"
             )
         (part / STARTS).write_bytes(positions.astype("<i8").tobytes())
         meta = {"format": FORMAT, "source": source, "tokenizer": tokenizer.fingerprint, "dtype": dtype.str}

@@ -2,7 +2,6 @@
 
 import gzip
 import importlib
-import io
 import json
 import zlib
 from collections.abc import Iterator
@@ -11,6 +10,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, cast
 
 from eflax.data.idx import DataError
+from eflax.data.zst import open_zst
 
 HUB = "hf:"
 PYTHON = "python-topics"
@@ -111,7 +111,7 @@ def _lines(path: Path, field: str) -> Iterator[str]:
                 continue
             try:
                 row = json.loads(_decode(line, where))
-            except ValueError as error:
+            except (ValueError, RecursionError) as error:
                 raise (
                     error if isinstance(error, DataError) else DataError(f"{where}: no JSON ({error})")
                 ) from error
@@ -123,11 +123,7 @@ def _open(path: Path) -> AbstractContextManager[BinaryIO]:
         return cast(BinaryIO, gzip.open(path))
     if path.suffix != ".zst":
         return path.open("rb")
-    zstandard = _library("zstandard", "text")
-    stream = zstandard.ZstdDecompressor().stream_reader(
-        path.open("rb"), read_across_frames=True, closefd=True
-    )
-    return cast(BinaryIO, io.BufferedReader(stream))
+    return open_zst(path, _library("zstandard", "text"))
 
 
 def _parquet(path: Path, field: str) -> Iterator[str]:
@@ -153,7 +149,11 @@ def _array_record(path: Path, field: str) -> Iterator[str]:
     except Exception as error:
         raise DataError(f"{path} is no readable ArrayRecord file ({error}); get it again") from error
     for index in range(count):
-        where, record = f"{path}, record {index}", records[index]
+        where = f"{path}, record {index}"
+        try:
+            record = records[index]
+        except Exception as error:
+            raise DataError(f"{where}: cannot be read ({error}); get the file again") from error
         features = _example(record)
         yield _decode(record, where) if features is None else _text(features, field, where)
 
@@ -204,8 +204,16 @@ def _hub(source: str, field: str) -> Iterator[str]:
         rows = datasets.load_dataset(name, config, split=split, streaming=True)
     except Exception as error:  # the library has dozens
         raise DataError(f"{source}: cannot be loaded ({error}); check name, split and network") from error
-    for number, row in enumerate(rows):
-        yield _text(row, field, f"{source}, row {number}")
+    number = 0
+    try:
+        for number, row in enumerate(rows):
+            yield _text(row, field, f"{source}, row {number}")
+    except DataError:
+        raise
+    except Exception as error:
+        raise DataError(
+            f"{source}: ends after row {number} ({error}); check the network, and try again"
+        ) from error
 
 
 def _text(row: Any, field: str, where: str) -> str:
@@ -214,6 +222,12 @@ def _text(row: Any, field: str, where: str) -> str:
         raise DataError(
             f"{where}: no text in the field {field!r} (there is {names}); name the field of the text"
         )
+    try:
+        row[field].encode()
+    except UnicodeEncodeError as error:  # JSON can write half of a character
+        raise DataError(
+            f"{where}: character {error.start} is a lone surrogate, which no encoding has; repair or drop the document"
+        ) from error
     return row[field]
 
 
