@@ -123,7 +123,7 @@ def _open(path: Path) -> AbstractContextManager[BinaryIO]:
         return cast(BinaryIO, gzip.open(path))
     if path.suffix != ".zst":
         return path.open("rb")
-    return open_zst(path, _library("zstandard", "text"))
+    return cast(BinaryIO, open_zst(path, _library("zstandard", "text")))
 
 
 def _parquet(path: Path, field: str) -> Iterator[str]:

@@ -3,17 +3,17 @@
 import io
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, BinaryIO, cast
+from typing import Any
 
 BLOCK = 1 << 17  # bytes read at once
 
 
-def open_zst(path: Path, zstandard: Any) -> BinaryIO:
+def open_zst(path: Path, zstandard: Any) -> io.BufferedReader:
     """Return the content of a file as a stream, by the package zstandard.
 
     Reading raises EOFError where a frame is damaged or not whole.
     """
-    return cast(BinaryIO, io.BufferedReader(_Stream(_decompress(path, zstandard)), BLOCK))
+    return io.BufferedReader(_Stream(_decompress(path, zstandard)), BLOCK)
 
 
 def _decompress(path: Path, zstandard: Any) -> Iterator[bytes]:
