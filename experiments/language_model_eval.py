@@ -20,6 +20,7 @@ from eflax.data.text_sources import read_documents
 from eflax.data.tokenizers import Tokenizer
 from eflax.evaluation.perplexity import Scorer, perplexity
 from eflax.models import LanguageModel
+from eflax.progress import Progress
 from experiments import command
 from experiments.command import FlagError
 from experiments.language_model_load import load_run
@@ -103,9 +104,13 @@ def evaluate_texts(flags: Flags, scorer: Scorer, tokenizer: Tokenizer, console: 
             texts = list(islice(read_documents(source, flags.field), flags.limit))
         except DataError as error:
             raise FlagError(f"--data: {error}") from error
-        scores = scorer([[tokenizer.bos, *tokenizer.encode(text)] for text in texts])
+        ids = [[tokenizer.bos, *tokenizer.encode(text)] for text in texts]
+        with Progress(f"score {source}", sum(map(len, ids)), unit="token") as progress:
+            scores = scorer(ids, advance=progress.advance)
         found, tokens = perplexity(scores, texts), sum(score.tokens for score in scores)
-        results[source] = {"documents": len(texts), "tokens": tokens, **found._asdict()}
+        sizes = {"documents": len(texts), "tokens": tokens}
+        names = ("perplexity", "word_perplexity", "bits_per_byte")
+        results[source] = sizes | dict(zip(names, found, strict=True))
         values = (f"{found.token:.3f}", f"{found.word:.3f}", f"{found.bits_per_byte:.4f}")
         table.add_row(source, str(len(texts)), str(tokens), *values)
     console.print(table)

@@ -69,7 +69,9 @@ def test_batched_padded_scores_are_those_of_single_sequences(model, log_probabil
     rng = np.random.default_rng(0)
     sequences = [rng.integers(0, 258, size).tolist() for size in (5, 150, 1, 64, 90)]
     firsts = [2, 1, 1, 60, 1]
-    scores = Scorer(model, batch_size=2, length=64)(sequences, firsts)  # windows of 64, with carried state
+    scorer, told = Scorer(model, batch_size=2, length=64), []
+    scores = scorer(sequences, firsts, told.append)  # windows of 64, with carried state
+    assert told == [150 + 90, 64 + 5, 1]
     for sequence, first, score in zip(sequences, firsts, scores, strict=True):
         table = log_probabilities(sequence)
         single = -sum(table[at - 1, sequence[at]] for at in range(first, len(sequence)))

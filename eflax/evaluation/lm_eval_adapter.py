@@ -11,9 +11,10 @@ import lm_eval.tasks
 from lm_eval.api.model import TemplateLM
 
 from eflax.data.tokenizers import Tokenizer
-from eflax.evaluation.perplexity import Scorer
+from eflax.evaluation.perplexity import Score, Scorer
 from eflax.models.language_model import LanguageModel
 from eflax.models.language_model_generate import Generator, Sampling
+from eflax.progress import Progress
 
 # The paper's Table 1, by the names of the harness.
 SUITE = (
@@ -84,16 +85,19 @@ class HarnessModel(TemplateLM):
         pairs = [
             (context if context[:1] == bos else bos + context, answer) for _, context, answer in requests
         ]
-        scores = self.scorer(
-            [context + answer for context, answer in pairs], [len(context) for context, _ in pairs]
-        )
+        texts = [context + answer for context, answer in pairs]
+        scores = self._scores(texts, [len(context) for context, _ in pairs])
         return [(-score.nll, score.greedy) for score in scores]
 
     def loglikelihood_rolling(self, requests: Any, disable_tqdm: bool = False) -> list[float]:
         """Return the log-likelihood of each whole text, every token seeing all before it, see `Scorer`."""
         del disable_tqdm
         texts = [[self.tokenizer.bos, *self.tok_encode(request.args[0])] for request in requests]
-        return [-score.nll for score in self.scorer(texts)]
+        return [-score.nll for score in self._scores(texts)]
+
+    def _scores(self, texts: list[list[int]], firsts: list[int] | None = None) -> list[Score]:
+        with Progress(f"score {len(texts)} texts", sum(map(len, texts)), unit="token") as progress:
+            return self.scorer(texts, firsts, progress.advance)
 
     def generate_until(self, requests: Any, disable_tqdm: bool = False) -> list[str]:
         """Return the greedy answer to each prompt, up to the first of its stop texts."""

@@ -1,7 +1,7 @@
 """Log-likelihoods of texts under a language model, and their perplexity by token, word and byte."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -78,13 +78,17 @@ class Scorer:
         self._score = jax.jit(score, donate_argnums=4)
 
     def __call__(
-        self, sequences: Sequence[Sequence[int]], firsts: Sequence[int] | None = None
+        self,
+        sequences: Sequence[Sequence[int]],
+        firsts: Sequence[int] | None = None,
+        advance: Callable[[int], None] = lambda count: None,
     ) -> list[Score]:
         """Return the score of each sequence.
 
         Args:
             sequences: ids; the first of each is given, not scored.
             firsts: the index of the first id of each that counts, at least 1; by default 1.
+            advance: is told, after each batch, of how many ids it was, given ones included.
 
         Raises:
             ValueError: ids outside the vocabulary, or an index that is not in its sequence.
@@ -95,32 +99,34 @@ class Scorer:
                 raise ValueError(f"firsts: {first} is no index after the first of {len(sequence)} ids")
         scores: list[Score] = [Score(0.0, 0, True)] * len(sequences)
         order = sorted(range(len(sequences)), key=lambda index: -len(sequences[index]))
-        for start in range(0, len(order), self.batch_size):
-            rows = order[start : start + self.batch_size]
-            found = self._batch([sequences[row] for row in rows], [firsts[row] for row in rows])
+        size = min(self.batch_size, max(len(sequences), 1))
+        for start in range(0, len(order), size):
+            rows = order[start : start + size]
+            found = self._batch([sequences[row] for row in rows], [firsts[row] for row in rows], size)
             for row, score in zip(rows, found, strict=True):
                 scores[row] = score
+            advance(sum(len(sequences[row]) for row in rows))
         return scores
 
-    def _batch(self, sequences: list[Sequence[int]], firsts: list[int]) -> list[Score]:
+    def _batch(self, sequences: list[Sequence[int]], firsts: list[int], size: int) -> list[Score]:
         longest = max(max(map(len, sequences)) - 1, 1)
         length = min(
             SHORTEST << max(math.ceil(math.log2(longest / SHORTEST)), 0),
             self.length,
         )
         padded = -(-longest // length) * length
-        tokens, targets = np.zeros((2, self.batch_size, padded), np.int32)
-        weight = np.zeros((self.batch_size, padded), np.float32)
+        tokens, targets = np.zeros((2, size, padded), np.int32)
+        weight = np.zeros((size, padded), np.float32)
         for row, (sequence, first) in enumerate(zip(sequences, firsts, strict=True)):
             count = max(len(sequence) - 1, 0)
             tokens[row, :count], targets[row, :count] = sequence[:-1], sequence[1:]
             weight[row, first - 1 : count] = 1
         self.model.check_tokens(jnp.asarray(np.concatenate([tokens, targets], 1)))
-        nll, greedy = np.zeros(self.batch_size), np.ones(self.batch_size, bool)
+        nll, greedy = np.zeros(size), np.ones(size, bool)
         state = None
         for at in range(0, padded, length):
             if state is None or not self.carries:
-                state = self.model.init_state(self.batch_size)
+                state = self.model.init_state(size)
             window = (jnp.asarray(x[:, at : at + length]) for x in (tokens, targets, weight))
             part, best, state = self._score(self.variables, *window, state)
             nll, greedy = nll + np.asarray(part, np.float64), greedy & np.asarray(best)
