@@ -55,7 +55,7 @@ class Flags:
     # Documents at once.
     batch_size: int = 16
 
-    # Tokens of a document at once, a multiple of 64.
+    # Tokens of a document at once, below 64 or a multiple of it.
     length: int = 2048
 
     # A new file for the results, as JSON.
@@ -78,6 +78,8 @@ def run(flags: Flags, out: Path, console: Console) -> int:
     del out
     if flags.out is not None and flags.out.exists():
         raise FlagError(f"--out {flags.out}: there is such a file; give a new one")
+    if flags.limit is not None and flags.limit < 1:
+        raise FlagError(f"--limit {flags.limit}: must be at least 1; leave it out to take all")
     if not flags.data and not flags.tasks:
         raise FlagError("give --data, --tasks or both: there is nothing to evaluate on")
     model, tokenizer = load_run(flags.run, best=flags.best)
@@ -104,6 +106,8 @@ def evaluate_texts(flags: Flags, scorer: Scorer, tokenizer: Tokenizer, console: 
             texts = list(islice(read_documents(source, flags.field), flags.limit))
         except DataError as error:
             raise FlagError(f"--data: {error}") from error
+        if not texts:
+            raise FlagError(f"--data {source}: has no text; remove it or get it again")
         ids = [[tokenizer.bos, *tokenizer.encode(text)] for text in texts]
         with Progress(f"score {source}", sum(map(len, ids)), unit="token") as progress:
             scores = scorer(ids, advance=progress.advance)

@@ -71,9 +71,12 @@ def run(flags: Flags, out: Path, console: Console) -> int:
     """Print the prompts with their continuations."""
     del out
     model, tokenizer = load_run(flags.run, best=flags.best, max_length=flags.max_length)
-    prompts = [[tokenizer.bos, *tokenizer.encode(text)] for text in flags.prompt]
+    try:
+        prompts = [[tokenizer.bos, *tokenizer.encode(text)] for text in flags.prompt]
+    except UnicodeEncodeError as error:
+        raise FlagError(f"--prompt: is not UTF-8 ({error}); convert it, for instance with iconv") from error
     stop = [tokenizer.bos] if tokenizer.eos is None else [tokenizer.bos, tokenizer.eos]
-    stream = Stream(tokenizer, flags.prompt[0]) if len(prompts) == 1 else None
+    stream = Stream(tokenizer, flags.prompt[0], prompts[0]) if len(prompts) == 1 else None
     try:
         generator = Generator(model, Sampling(flags.temperature, flags.top_k, flags.top_p))
         began = time.perf_counter()
@@ -83,8 +86,9 @@ def run(flags: Flags, out: Path, console: Console) -> int:
         raise FlagError(str(error)) from error
     seconds = time.perf_counter() - began
     if stream is None:
-        for text, answer in zip(flags.prompt, answers, strict=True):
-            console.print(text + tokenizer.decode(answer), markup=False, soft_wrap=True)
+        for text, ids, answer in zip(flags.prompt, prompts, answers, strict=True):
+            whole = text + continuation(tokenizer, ids, answer)
+            console.print(whole, markup=False, soft_wrap=True)
             console.rule()
     count = sum(map(len, answers))
     console.print(
@@ -93,19 +97,24 @@ def run(flags: Flags, out: Path, console: Console) -> int:
     return 0
 
 
+def continuation(tokenizer: Tokenizer, prompt: list[int], answer: list[int]) -> str:
+    """Return what an answer adds to its prompt; alone, SentencePiece's lose the space that they begin with."""
+    return tokenizer.decode([*prompt, *answer]).removeprefix(tokenizer.decode(prompt))
+
+
 class Stream:
     """Writes an answer as far as its characters are whole."""
 
-    def __init__(self, tokenizer: Tokenizer, prompt: str) -> None:
-        self.tokenizer, self.ids, self.shown = tokenizer, [], ""
-        self.write(prompt)
+    def __init__(self, tokenizer: Tokenizer, text: str, prompt: list[int]) -> None:
+        self.tokenizer, self.prompt, self.ids, self.shown = tokenizer, prompt, [], ""
+        self.write(text)
 
     def __call__(self, tokens: list[int | None]) -> None:
         """Take the next token of the only prompt."""
         if tokens[0] is None:
             return
         self.ids.append(tokens[0])
-        text = self.tokenizer.decode(self.ids)
+        text = continuation(self.tokenizer, self.prompt, self.ids)
         if not text.endswith("\ufffd"):
             self.write(text.removeprefix(self.shown))
             self.shown = text

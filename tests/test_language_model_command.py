@@ -10,8 +10,10 @@ import numpy as np
 import pytest
 from tensorboardX.proto import event_pb2
 
+from eflax.data.tokenizers import ByteTokenizer
 from eflax.training import Checkpoints
 from experiments import language_model, language_model_train
+from experiments.language_model_generate import Stream, continuation
 
 SIZES = ["--length", "16", "--batch-tokens", "64", "--tokens", "384", "--warmup-tokens", "64"]
 QUICK = [
@@ -137,12 +139,24 @@ def test_a_run_can_be_evaluated_and_asked_for_text(run, text, capsys, tmp_path):
     ]
     assert language_model.main(["eval", str(run), "--best", *wanted]) == 2
     assert "length=64: the states of softmax attention hold max_length=16" in capsys.readouterr().err
+    assert language_model.main(["eval", str(run), *wanted, "--length", "16"]) == 0
+    found = json.loads((tmp_path / "x.json").read_text())[str(text / "check.jsonl")]
+    assert (found["documents"], found["tokens"]) == (2, 80) and "check.jsonl" in capsys.readouterr().out
+    (tmp_path / "blank.jsonl").write_text("\n")
+    for flags, message in (
+        (["--data", str(tmp_path / "blank.jsonl"), "--length", "16"], "blank.jsonl: has no text"),
+        (["--data", "x.txt", "--limit", "0"], "--limit 0: must be at least 1"),
+    ):
+        assert language_model.main(["eval", str(run), *flags]) == 2
+        assert message in capsys.readouterr().err
     assert language_model.main(["eval", str(run)]) == 2
     assert "nothing to evaluate on" in capsys.readouterr().err
     prompts = ["--prompt", "abc", "de", "--max-tokens", "3"]
     assert language_model.main(["generate", str(run), *prompts, "--max-length", "8"]) == 0
     said = capsys.readouterr().out
     assert "abc" in said and "tokens/s" in said
+    assert language_model.main(["generate", str(run), "--prompt", "a\udcff"]) == 2
+    assert "--prompt: is not UTF-8" in capsys.readouterr().err
     bare = tmp_path / "bare"
     bare.mkdir()
     shutil.copy(run / "config.json", bare)
@@ -158,6 +172,19 @@ def test_a_run_can_be_evaluated_and_asked_for_text(run, text, capsys, tmp_path):
     ):
         assert language_model.main(["generate", str(bare), *flags]) == 2
         assert message in capsys.readouterr().err
+
+
+def test_an_answer_keeps_the_space_that_it_begins_with(capsys):
+    class Words(ByteTokenizer):
+        """Like SentencePiece: a space before each word, which is dropped at the start of a text."""
+
+        def decode(self, ids):
+            return "".join(" abcd"[i] for i in ids).removeprefix(" ")
+
+    stream = Stream(Words(), "ab", [0, 1, 2])
+    for token in (0, 3, 4):
+        stream([token])
+    assert capsys.readouterr().out == "ab" + continuation(Words(), [0, 1, 2], [0, 3, 4]) == "ab cd"
 
 
 @pytest.mark.parametrize(

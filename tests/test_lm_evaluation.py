@@ -60,7 +60,7 @@ def test_sampling_keeps_to_what_it_may_choose():
     np.testing.assert_allclose(drawn(), [0.5, 0.25, 0.15, 0.1], atol=0.03)
     np.testing.assert_allclose(drawn(top_k=2), [2 / 3, 1 / 3, 0, 0], atol=0.03)
     np.testing.assert_allclose(drawn(top_p=0.7), [2 / 3, 1 / 3, 0, 0], atol=0.03)
-    for name, value in (("temperature", -1.0), ("top_k", -1), ("top_p", 0.0)):
+    for name, value in (("temperature", 1e-45), ("top_k", -1), ("top_p", 1e-46)):
         with pytest.raises(ValueError, match=name):
             dataclasses.replace(Sampling(), **{name: value})
 
@@ -87,6 +87,7 @@ def test_perplexity_counts_tokens_words_and_bytes():
 
     found = perplexity([Score(6.0, 3, False), Score(2.0, 1, False)], ["a b", "über"])
     np.testing.assert_allclose(found, [np.exp(8 / 4), np.exp(8 / 3), 8 / 8 / np.log(2)])
+    assert perplexity([Score(800.0, 800, False)], ["x" * 800])[:2] == (np.e, np.inf)  # all one word
 
 
 def test_what_cannot_be_generated_or_scored_is_told(model):
@@ -96,6 +97,10 @@ def test_what_cannot_be_generated_or_scored_is_told(model):
         Generator(model)([[300]], 3)
     with pytest.raises(ValueError, match="max_tokens"):
         Generator(model)([[3]], 0)
+    with pytest.raises(ValueError, match="seed=-1 must lie in 0"):
+        Generator(model)([[3]], 1, seed=-1)
+    with pytest.raises(ValueError, match="length=96 must be a multiple of 64, or below it"):
+        Scorer(model, length=96)
     attention = LanguageModel(named_config("transformer-tiny", num_layers=1), max_length=64, rngs=nnx.Rngs(0))
     with pytest.raises(ValueError, match=r"need 68 tokens.*max_length=64"):
         Generator(attention)([[1] * 8], 60)

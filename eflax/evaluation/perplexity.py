@@ -1,6 +1,7 @@
 """Log-likelihoods of texts under a language model, and their perplexity by token, word and byte."""
 
 import math
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -41,13 +42,15 @@ class Scorer:
     Args:
         model: the model.
         batch_size: sequences that are scored at once.
-        length: tokens of a window at most, a multiple of 64; for softmax attention not above the model's `max_length`.
+        length: tokens of a window at most, below 64 or a multiple of it; for softmax attention not above the model's
+            `max_length`.
     """
 
     def __init__(self, model: LanguageModel, batch_size: int = 16, length: int = 2048) -> None:
         check_count("batch_size", batch_size)
-        if length < SHORTEST or length % SHORTEST:
-            raise ValueError(f"length={length} must be a multiple of {SHORTEST}")
+        check_count("length", length)
+        if length > SHORTEST and length % SHORTEST:
+            raise ValueError(f"length={length} must be a multiple of {SHORTEST}, or below it")
         self.carries = all(block.layer != "transformer" for block in model.config.pattern)
         if not self.carries and length > model.max_length:
             raise ValueError(
@@ -61,7 +64,7 @@ class Scorer:
             merged = nnx.merge(graph, variables)
             hidden, state = merged.hidden(tokens, state)
             chunks = (
-                jnp.moveaxis(x.reshape(*x.shape[:1], -1, SHORTEST, *x.shape[2:]), 1, 0)
+                jnp.moveaxis(x.reshape(x.shape[0], -1, min(SHORTEST, length), *x.shape[2:]), 1, 0)
                 for x in (hidden, targets)
             )
 
@@ -140,6 +143,7 @@ def perplexity(scores: Sequence[Score], texts: Sequence[str]) -> Perplexity:
     nll, tokens = sum(score.nll for score in scores), sum(score.tokens for score in scores)
     words = sum(len(text.split()) for text in texts)
     size = sum(len(text.encode()) for text in texts)
-    return Perplexity(
-        math.exp(nll / max(tokens, 1)), math.exp(nll / max(words, 1)), nll / max(size, 1) / math.log(2)
-    )
+    means = nll / max(tokens, 1), nll / max(words, 1)
+    # Of text without white space a word is a line, or all of it, whose perplexity no float may hold.
+    token, word = (math.exp(mean) if mean < math.log(sys.float_info.max) else math.inf for mean in means)
+    return Perplexity(token, word, nll / max(size, 1) / math.log(2))

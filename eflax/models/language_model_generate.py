@@ -13,15 +13,18 @@ from jaxtyping import Array, Float, Int, Key, PyTree
 from eflax.cells.checks import check_count
 from eflax.models.language_model import LanguageModel
 
+LEAST = 1e-6  # float32 still has its quotients
+
 
 @dataclass(frozen=True)
 class Sampling:
     """How the next token is chosen.
 
     Attributes:
-        temperature: logits are divided by it; 0 takes the most likely token.
+        temperature: logits are divided by it, from 1e-6 on; 0 takes the most likely token.
         top_k: keep the k most likely tokens; 0 keeps all.
-        top_p: of these, keep the most likely ones that together have this probability; 1 keeps all.
+        top_p: of these, keep the most likely ones that together have this probability, from 1e-6 to 1, which keeps
+            all.
     """
 
     temperature: float = 0.0
@@ -29,12 +32,12 @@ class Sampling:
     top_p: float = 1.0
 
     def __post_init__(self):
-        if not 0 <= self.temperature < float("inf"):
-            raise ValueError(f"temperature={self.temperature} must be 0 or positive")
+        if self.temperature != 0 and not LEAST <= self.temperature < float("inf"):
+            raise ValueError(f"temperature={self.temperature} must be 0 or at least {LEAST}")
         if self.top_k < 0:
             raise ValueError(f"top_k={self.top_k} must be 0, for all, or positive")
-        if not 0 < self.top_p <= 1:
-            raise ValueError(f"top_p={self.top_p} must lie above 0 and not above 1")
+        if not LEAST <= self.top_p <= 1:
+            raise ValueError(f"top_p={self.top_p} must lie in {LEAST}..1")
 
 
 def choose(logits: Float[Array, "B V"], key: Key[Array, ""], sampling: Sampling) -> Int[Array, "B"]:
@@ -100,14 +103,16 @@ class Generator:
         Args:
             prompts: ids, at least one each.
             max_tokens: ids to generate at most.
-            seed: of the sampling.
+            seed: of the sampling, in 0..2**32 − 1.
             stop: ids that end an answer.
             on_tokens: called with the new id of each prompt, None where its answer has ended.
 
         Raises:
-            ValueError: a prompt is empty, has ids outside the vocabulary, or leaves no room in a state of softmax
-                attention.
+            ValueError: the seed is out of range; or a prompt is empty, has ids outside the vocabulary, or leaves no
+                room in a state of softmax attention.
         """
+        if not 0 <= seed < 2**32:
+            raise ValueError(f"seed={seed} must lie in 0..{2**32 - 1}")
         logits, state = self._prefill(prompts, max_tokens)
         answers: list[list[int]] = [[] for _ in prompts]
         open_ = [True] * len(prompts)
