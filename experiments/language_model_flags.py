@@ -229,6 +229,13 @@ def make_plan(flags: Flags, vocab_size: int | None = None) -> Plan:
     for name in ("lr", "lr_end"):
         if not 0 < given(name) < float("inf"):
             raise FlagError(f"--{name.replace('_', '-')} {given(name)}: must be a positive number")
+    for name in ("weight_decay", "z_loss"):
+        if not 0 <= getattr(flags, name) < float("inf"):
+            raise FlagError(
+                f"--{name.replace('_', '-')} {getattr(flags, name)}: must be 0 or a positive number"
+            )
+    if flags.max_tokens is not None:
+        _positive("max_tokens", flags.max_tokens)
     if flags.seed < 0 or flags.seed >= 2**32:
         raise FlagError(f"--seed {flags.seed}: must lie in 0..{2**32 - 1}")
     steps, warmup_steps = (steps_for_tokens(count, batch_tokens) for count in (tokens, warmup))
@@ -240,7 +247,8 @@ def make_plan(flags: Flags, vocab_size: int | None = None) -> Plan:
     data = flags.data or preset.data
     if not data:
         raise FlagError("--data: give at least one source of text; --help lists the kinds")
-    if flags.weights and (len(flags.weights) != len(data) or min(flags.weights) <= 0):
+    positive = all(0 < weight < float("inf") for weight in flags.weights)
+    if flags.weights and (len(flags.weights) != len(data) or not positive):
         raise FlagError(f"--weights {flags.weights}: give a positive one for each of the {len(data)} sources")
     return Plan(
         config=_config(flags, preset, vocab_size),

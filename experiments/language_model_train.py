@@ -130,10 +130,11 @@ class Training:
             load = partial(load_tokens, tokenizer=tokenizer, cache=flags.cache, field=flags.field)
             stores = [load(source, max_tokens=flags.max_tokens) for source in plan.data]
             validation = [load(source) for source in flags.validation]
+            separate = flags.documents == "separate"
             for store in stores:
-                Windows(store, plan.length)
+                Windows(store, plan.length, separate=separate)
             for store in validation:
-                Windows(store, plan.length, remainder=True)
+                Windows(store, plan.length, separate=separate, remainder=True)
         except (DataError, OSError) as error:
             raise FlagError(f"--data, --validation or --tokenizer: {error}") from error
         return tokenizer, stores, validation

@@ -1,5 +1,6 @@
 """Text: sources, tokenizers, the cache, windows and batches."""
 
+import dataclasses
 import gzip
 import json
 import lzma
@@ -228,6 +229,13 @@ def test_windows_predict_every_token_but_the_first_of_a_document_once(store):
     assert all(window["weight"].all() and "segment_ids" not in window for window in joined)
 
 
+def test_a_store_of_nothing_but_first_tokens_is_refused(store):
+    alone = dataclasses.replace(store, starts=np.arange(len(store.tokens)))
+    with pytest.raises(DataError, match="no document of two tokens"):
+        Windows(alone, 7)
+    assert len(Windows(alone, 7, separate=False)) == len(Windows(store, 7))
+
+
 def read(iterator, count):
     return [next(iterator) for _ in range(count)]
 
@@ -266,7 +274,7 @@ def test_mixtures_keep_their_weights_and_impossible_ones_are_refused(store, tmp_
     ]
     assert sum(int((row == ord("z")).any()) for row in rows) == 10
     for options, message in [
-        ({"weights": [1.0, 0.0]}, "there must be a positive one"),
+        ({"weights": [1.0, np.nan]}, "there must be a positive one"),
         ({"rows": [1, 2]}, r"some of 0\.\.1"),
         ({"length": 1000}, "too few for a window of 1000"),
     ]:

@@ -31,7 +31,7 @@ class Windows:
         remainder: whether a last window that is not full counts, padded with tokens of weight 0.
 
     Raises:
-        DataError: there are fewer tokens than one window needs.
+        DataError: there are fewer tokens than one window needs, or nothing to predict: all are first ones.
     """
 
     def __init__(
@@ -45,6 +45,8 @@ class Windows:
                 f"{store.name} has {len(store.tokens)} tokens, too few for a window of {length}; "
                 "give more text or a shorter sequence length"
             )
+        if separate and len(store.starts) == len(store.tokens):
+            raise DataError(f"{store.name} has no document of two tokens, so none to predict; get it again")
 
     def __len__(self) -> int:
         return self._count
@@ -104,7 +106,7 @@ def text_batches(
         raise ValueError(f"seed must not be negative, got {seed}")
     windows = [Windows(store, length, separate=separate) for store in stores]
     shares = [float(len(each)) for each in windows] if weights is None else list(weights)
-    if not stores or len(shares) != len(stores) or min(shares) <= 0:
+    if not stores or len(shares) != len(stores) or not all(0 < share < float("inf") for share in shares):
         raise ValueError(
             f"weights={shares}: there must be a positive one for each of the {len(stores)} sources"
         )
