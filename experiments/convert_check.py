@@ -5,7 +5,7 @@
 For each kind of model it builds a random one there, saves it, imports it, and compares logits and greedy text, in
 float32 (as far as their kernels go: 64 tokens) and bfloat16; exports it again and compares the tensors bit for bit;
 and exports a model of ours, loads it there, and compares logits. One line for each comparison; the exit code is 1 if
-one fails. Takes some two minutes.
+one fails. Takes minutes: the first use of their kernels tunes them.
 """
 
 import os
