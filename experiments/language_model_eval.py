@@ -55,8 +55,8 @@ class Flags:
     # Documents at once.
     batch_size: int = 16
 
-    # Tokens of a document at once, below 64 or a multiple of it.
-    length: int = 2048
+    # Tokens of a document at once, below 64 or a multiple of it; by default 2048, or what softmax attention holds.
+    length: Annotated[int | None, arg(metavar="N", help_behavior_hint="")] = None
 
     # A new file for the results, as JSON.
     out: Annotated[Path | None, arg(metavar="FILE", help_behavior_hint="")] = None

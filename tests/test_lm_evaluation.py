@@ -104,6 +104,7 @@ def test_what_cannot_be_generated_or_scored_is_told(model):
     attention = LanguageModel(named_config("transformer-tiny", num_layers=1), max_length=64, rngs=nnx.Rngs(0))
     with pytest.raises(ValueError, match=r"need 68 tokens.*max_length=64"):
         Generator(attention)([[1] * 8], 60)
+    assert Scorer(attention).length == 64 and Scorer(model).length == 2048
     with pytest.raises(ValueError, match="length=128: the states of softmax attention hold max_length=64"):
         Scorer(attention, length=128)
     with pytest.raises(ValueError, match="firsts: 3 is no index"):

@@ -54,7 +54,9 @@ class HarnessModel(TemplateLM):
         length: tokens of a window, see `Scorer`; with softmax attention, also the longest context of an answer.
     """
 
-    def __init__(self, model: LanguageModel, tokenizer: Tokenizer, batch_size: int = 16, length: int = 2048):
+    def __init__(
+        self, model: LanguageModel, tokenizer: Tokenizer, batch_size: int = 16, length: int | None = None
+    ):
         super().__init__()
         self.model, self.tokenizer, self.size = model, tokenizer, batch_size
         self.scorer = Scorer(model, batch_size, length)

@@ -15,6 +15,7 @@ from eflax.cells.checks import check_count
 from eflax.models.language_model import LanguageModel
 
 SHORTEST = 64  # windows are this long, or longer by powers of two: few programs serve all lengths
+LONGEST = 2048
 
 
 class Score(NamedTuple):
@@ -43,15 +44,18 @@ class Scorer:
         model: the model.
         batch_size: sequences that are scored at once.
         length: tokens of a window at most, below 64 or a multiple of it; for softmax attention not above the model's
-            `max_length`.
+            `max_length`. By default 2048, or as many as attention allows.
     """
 
-    def __init__(self, model: LanguageModel, batch_size: int = 16, length: int = 2048) -> None:
+    def __init__(self, model: LanguageModel, batch_size: int = 16, length: int | None = None) -> None:
+        self.carries = all(block.layer != "transformer" for block in model.config.pattern)
+        if length is None:
+            most = LONGEST if self.carries else min(model.max_length, LONGEST)
+            length = most if most < SHORTEST else most // SHORTEST * SHORTEST
         check_count("batch_size", batch_size)
         check_count("length", length)
         if length > SHORTEST and length % SHORTEST:
             raise ValueError(f"length={length} must be a multiple of {SHORTEST}, or below it")
-        self.carries = all(block.layer != "transformer" for block in model.config.pattern)
         if not self.carries and length > model.max_length:
             raise ValueError(
                 f"length={length}: the states of softmax attention hold max_length={model.max_length} tokens; give a "
