@@ -1,6 +1,7 @@
 """What the runnable experiments share: exit codes and errors of a command, and its flags, saved and read back."""
 
 import io
+import os
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -12,6 +13,7 @@ from typing import (
     Annotated,
     Any,
     Literal,
+    NoReturn,
     Protocol,
     TypeAliasType,
     Union,
@@ -29,6 +31,7 @@ from eflax.training.run_folder import CONFIG, WAY_OUT
 type Options = tuple[tuple[str, int | float | bool], ...]
 
 NOT_SAVED = ("out", "resume")
+AT_ONCE = 130  # exit code of a command that was told twice to stop
 
 
 class FlagError(ValueError):
@@ -74,10 +77,20 @@ def run_command[Flags: RunFlags](
         console.print(
             f"\nstopped at once; if {out} holds a run, --resume {out} continues from its last checkpoint"
         )
-        return 130
+        return AT_ONCE
     except (FlagError, RunFolderError, CheckpointError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
+
+
+def leave(code: int) -> NoReturn:
+    """End the process with the exit code of its command."""
+    if code == AT_ONCE:
+        # Python would first wait for threads of Orbax, which wait for the rest of a save that never comes.
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+    sys.exit(code)
 
 
 def parse_flags[Flags: RunFlags](

@@ -23,4 +23,4 @@ def main(args: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    importlib.import_module("experiments.command").leave(main())

@@ -247,4 +247,4 @@ class Run:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    command.leave(main())

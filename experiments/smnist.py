@@ -193,4 +193,4 @@ def evaluate(
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    command.leave(main())

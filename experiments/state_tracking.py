@@ -97,4 +97,4 @@ def check_models(flags: Flags, plan: Plan, stop: StopRequest) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    command.leave(main())

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import signal
 import struct
@@ -12,7 +13,7 @@ from tensorboardX.proto import event_pb2
 
 from eflax.data.tokenizers import ByteTokenizer
 from eflax.training import Checkpoints
-from experiments import language_model, language_model_train
+from experiments import command, language_model, language_model_train
 from experiments.language_model_generate import Stream, continuation
 
 SIZES = ["--length", "16", "--batch-tokens", "64", "--tokens", "384", "--warmup-tokens", "64"]
@@ -96,7 +97,7 @@ def test_a_run_logs_every_step_validates_and_keeps_the_best(run):
     best.close()
 
 
-def test_a_stopped_and_a_killed_run_end_as_one_that_was_not(run, text, tmp_path, monkeypatch):
+def test_a_stopped_and_a_killed_run_end_as_one_that_was_not(run, text, tmp_path, monkeypatch, capsys):
     out, calls, place = tmp_path / "run", [], language_model_train.place_batch
 
     def place_and_stop(*args):
@@ -112,7 +113,8 @@ def test_a_stopped_and_a_killed_run_end_as_one_that_was_not(run, text, tmp_path,
     shutil.rmtree(out / "checkpoints" / "model" / "3")
     with (out / "metrics.jsonl").open("a") as stream:
         stream.write('{"run": "mod')
-    assert language_model.main(["--resume", str(out), "--cache", str(text / "cache"), "--tensorboard"]) == 0
+    assert language_model.main(["--resume", str(out), "--cache", str(text / "cache")]) == 0
+    assert re.search(r"^step 6: loss \d\.\d+ on check\.jsonl$", capsys.readouterr().out, re.MULTILINE)
     assert losses(out) == losses(run)
     assert scalars(out / "events", "model/loss") == pytest.approx(dict(losses(run)))
     assert [*scalars(out / "events", "model/check.jsonl/nll")] == [3, 6]
@@ -185,6 +187,20 @@ def test_an_answer_keeps_the_space_that_it_begins_with(capsys):
     for token in (0, 3, 4):
         stream([token])
     assert capsys.readouterr().out == "ab" + continuation(Words(), [0, 1, 2], [0, 3, 4]) == "ab cd"
+
+
+def test_a_command_told_twice_to_stop_waits_for_no_thread(monkeypatch, capsys):
+    def stop():
+        raise KeyboardInterrupt
+
+    code = command.run_command("language_model", stop, lambda *_: 0)
+    assert code == 130 and "stopped at once" in capsys.readouterr().out
+    ends = []
+    monkeypatch.setattr(os, "_exit", ends.append)  # unlike sys.exit it leaves threads behind
+    for each in (code, 2):
+        with pytest.raises(SystemExit):
+            command.leave(each)
+    assert ends == [130]
 
 
 @pytest.mark.parametrize(
