@@ -84,7 +84,8 @@ class Flags:
     pattern: Annotated[tuple[str, ...], arg(metavar="LAYER ...")] = ()
 
     # Training data, one or several: files, folders or patterns of .txt, .jsonl(.gz, .zst), .parquet, .array_record,
-    # ids as .u16(.xz) or .u32(.xz), hf:NAME[:CONFIG][:SPLIT] of the Hugging Face hub, or python-topics.
+    # ids as .u16(.xz) or .u32(.xz), hf:NAME, hf:NAME:SPLIT or hf:NAME:CONFIG:SPLIT of the Hugging Face hub, or
+    # python-topics. Quote a pattern, or the shell makes several sources of it.
     data: Annotated[tuple[str, ...], arg(metavar="SOURCE ...", help_behavior_hint=BY_PRESET)] = ()
 
     # How often each of --data is drawn from; by default in proportion to its size.
@@ -181,7 +182,7 @@ class Flags:
     # Steps between looks at the loss.
     log_every: Number = 10
 
-    # Write metrics for TensorBoard, too, into the folder events of the run.
+    # Write metrics for TensorBoard, too, into the folder events of the run; --resume goes on with it.
     tensorboard: bool = False
 
     # Print sizes, memory and steps, compile a step, and stop.
@@ -249,7 +250,10 @@ def make_plan(flags: Flags, vocab_size: int | None = None) -> Plan:
         raise FlagError("--data: give at least one source of text; --help lists the kinds")
     positive = all(0 < weight < float("inf") for weight in flags.weights)
     if flags.weights and (len(flags.weights) != len(data) or not positive):
-        raise FlagError(f"--weights {flags.weights}: give a positive one for each of the {len(data)} sources")
+        raise FlagError(
+            f"--weights {flags.weights}: give a positive one for each of the {len(data)} sources; quote a pattern to "
+            "make one source of its files"
+        )
     return Plan(
         config=_config(flags, preset, vocab_size),
         data=data,

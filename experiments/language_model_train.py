@@ -34,7 +34,7 @@ from experiments.command import FlagError
 from experiments.language_model_flags import Flags, Plan, make_plan
 from experiments.language_model_validation import RUN, Validation
 
-EXPERIMENT = "language_model"
+EXPERIMENT, EVENTS = "language_model", "events"
 NOT_SAVED = (
     *command.NOT_SAVED,
     "dry_run",
@@ -73,7 +73,8 @@ def run(flags: Flags, out: Path, console: Console) -> int:
         raise FlagError("--out: all processes write into one folder; give its path to each")
     try:
         join_processes(flags.coordinator, flags.process, flags.processes)
-        events = EventFiles(out / "events") if flags.tensorboard else None
+        written = flags.resume is not None and (out / EVENTS).is_dir()
+        events = EventFiles(out / EVENTS) if flags.tensorboard or written else None
     except (ValueError, ImportError) as error:
         raise FlagError(str(error)) from error
     with StopRequest() as stop, ExitStack() as stack:
@@ -182,7 +183,9 @@ class Training:
         def place_and_step(state: TrainState, batch: Any) -> tuple[TrainState, Any]:
             return step(state, place_batch(batch, self.mesh, plan.accumulate))
 
-        validation = Validation(self.model, self.validation, plan, self.mesh, folder, separate=separate)
+        validation = Validation(
+            self.model, self.validation, plan, self.mesh, folder, self.console, separate=separate
+        )
         try:
             trainer.train(RUN, state, place_and_step, batches, validation if self.validation else None)
         except Diverged as error:

@@ -10,6 +10,7 @@ import numpy as np
 from flax import nnx
 from jax.sharding import Mesh
 from jaxtyping import PyTree
+from rich.console import Console
 
 from eflax.data.packing import Windows
 from eflax.data.text_cache import TokenStore
@@ -24,7 +25,7 @@ RUN = "model"
 
 
 class Validation:
-    """Validates on each source, and keeps the parameters of the lowest mean loss in a checkpoint of its own."""
+    """Validates on each source, prints its loss, and keeps the parameters of the lowest mean in an own checkpoint."""
 
     def __init__(
         self,
@@ -33,10 +34,12 @@ class Validation:
         plan: Plan,
         mesh: Mesh,
         folder: RunFolder,
+        console: Console,
         *,
         separate: bool,
     ) -> None:
         self.stores, self.plan, self.mesh, self.folder, self.separate = stores, plan, mesh, folder, separate
+        self.console = console
         self.best = Checkpoints(folder.path / "checkpoints" / f"{RUN}-best", keep=1)
         graph = nnx.graphdef(model)
 
@@ -52,6 +55,8 @@ class Validation:
         for store in self.stores:
             nll, tokens = self.score(store, state)
             records.append({"validation": Path(store.name).name, "nll": nll / tokens, "tokens": tokens})
+            told = f"step {step}: loss {nll / tokens:.4g} on {records[-1]['validation']}"
+            self.console.print(told, markup=False, highlight=False, soft_wrap=True)
         mean = sum(record["nll"] for record in records) / len(records)
         known = [record["mean_nll"] for record in self.folder.records() if "mean_nll" in record]
         better = from_first(mean < min(known, default=math.inf))  # which alone has the records
