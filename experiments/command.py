@@ -22,6 +22,7 @@ from typing import (
     runtime_checkable,
 )
 
+import jax
 import tyro
 from rich.console import Console
 
@@ -80,6 +81,12 @@ def run_command[Flags: RunFlags](
         return AT_ONCE
     except (FlagError, RunFolderError, CheckpointError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
+        return 2
+    except jax.errors.JaxRuntimeError as error:
+        if "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        way_out = "take smaller batches or a smaller model; --help names the flags that save memory"
+        print(f"error: {str(error).splitlines()[0]} {way_out}", file=sys.stderr)
         return 2
 
 

@@ -7,6 +7,7 @@ import shutil
 import signal
 import struct
 
+import jax
 import numpy as np
 import pytest
 from tensorboardX.proto import event_pb2
@@ -201,6 +202,14 @@ def test_a_command_told_twice_to_stop_waits_for_no_thread(monkeypatch, capsys):
         with pytest.raises(SystemExit):
             command.leave(each)
     assert ends == [130]
+
+
+def test_too_little_memory_is_told(capsys):
+    def fill():
+        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 9 bytes.\nmore")
+
+    assert command.run_command("language_model", fill, lambda *_: 0) == 2
+    assert "allocating 9 bytes. take smaller batches" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -181,7 +181,8 @@ def compare_configs(saved: Mapping[str, Any], given: Mapping[str, Any]) -> None:
         if saved.get(field) != given.get(field):
             raise RunFolderError(
                 f"resume with another {field!r}: the run began with {saved.get(field)!r}, and now it is "
-                f"{given.get(field)!r}; leave it out to continue the run, or start a new one with --out"
+                f"{given.get(field)!r}; leave it out, or bring changed data back, to continue the run, or start a new "
+                "one with --out"
             )
 
 
