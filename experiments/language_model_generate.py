@@ -106,11 +106,12 @@ class Stream:
     """Writes an answer as far as its characters are whole."""
 
     def __init__(self, tokenizer: Tokenizer, text: str, prompt: list[int]) -> None:
-        self.tokenizer, self.prompt, self.ids, self.shown = tokenizer, prompt, [], ""
-        self.write(text)
+        self.tokenizer, self.text, self.prompt, self.ids, self.shown = tokenizer, text, prompt, [], ""
 
     def __call__(self, tokens: list[int | None]) -> None:
-        """Take the next token of the only prompt."""
+        """Take the next token of the only prompt, which is written with the first."""
+        if not self.ids:
+            self.write(self.text)
         if tokens[0] is None:
             return
         self.ids.append(tokens[0])
