@@ -189,7 +189,7 @@ class Training:
         try:
             trainer.train(RUN, state, place_and_step, batches, validation if self.validation else None)
         except Diverged as error:
-            folder.append([{"run": RUN, "step": plan.steps, "diverged": str(error)}])
+            folder.append([{"run": RUN, "step": error.step, "diverged": str(error)}])
             self.console.print(f"error: {error}")
             return 1
         finally:

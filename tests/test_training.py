@@ -132,8 +132,9 @@ def test_divergence_stops_with_the_last_good_checkpoint(tmp_path, poison):
 
         return poisoned
 
-    with pytest.raises(Diverged, match=f"step 10: {poison} is nan"):
+    with pytest.raises(Diverged, match=f"step 10: {poison} is nan") as caught:
         train(tmp_path / "run", 20, wrapper, checkpoint_every=4)
+    assert caught.value.step == 10
     assert Checkpoints(tmp_path / "run" / "checkpoints" / "tiny").latest_step() == 8
 
 

@@ -34,7 +34,17 @@ type Divergences[State] = Callable[[State], list[Record]]
 
 
 class Diverged(ArithmeticError):
-    """The loss, the gradient or a parameter is no longer finite; the last checkpoint before that is kept."""
+    """The loss, the gradient or a parameter is no longer finite; the last checkpoint before that is kept.
+
+    Attributes:
+        step: the first at which that was seen.
+    """
+
+    def __init__(self, what: str, step: int) -> None:
+        super().__init__(
+            f"diverged at step {step}: {what}; lower the learning rate (the last good checkpoint is kept)"
+        )
+        self.step = step
 
 
 @dataclass(frozen=True)
@@ -219,9 +229,9 @@ def _to_records(name: str, pending: list[tuple[int, Metrics]], loss_limit: float
         values = {key: float(value) for key, value in metrics.items()}
         for key in ("loss", "grad_norm") if values.get("running", 1) else ():
             if not math.isfinite(values[key]):
-                raise Diverged(_advice(f"{key} is {values[key]}", step))
+                raise Diverged(f"{key} is {values[key]}", step)
         if values["loss"] > loss_limit:
-            raise Diverged(_advice(f"loss is {values['loss']:.4g}, above {loss_limit:.4g}", step))
+            raise Diverged(f"loss is {values['loss']:.4g}, above {loss_limit:.4g}", step)
         # What is not finite now is of a training beside others, which has diverged.
         finite = {key: value for key, value in values.items() if math.isfinite(value)}
         records.append({"run": name, "step": step, **finite, "time": now})
@@ -230,8 +240,4 @@ def _to_records(name: str, pending: list[tuple[int, Metrics]], loss_limit: float
 
 def _check_params(params: PyTree, step: int) -> None:
     if not all(bool(jnp.isfinite(leaf).all()) for leaf in jax.tree.leaves(params)):
-        raise Diverged(_advice("a parameter is not finite", step))
-
-
-def _advice(what: str, step: int) -> str:
-    return f"diverged at step {step}: {what}; lower the learning rate (the last good checkpoint is kept)"
+        raise Diverged("a parameter is not finite", step)
