@@ -12,17 +12,15 @@ and k are needed after that.
 The gradient of c is left in parts (`Parts`), which plain XLA puts together.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import Array
-from jax.experimental import pallas as pl
-from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.mosaic import APPROXIMATE
 from pallas_kernels.rank_one.chunk_roles_sm90 import Chunks, Parts, scratch_buffers
 from pallas_kernels.rank_one.layout import CHUNK, MULTIPROCESSORS, Plan
+from pallas_kernels.rank_one.stream_sm90 import Refs, launch
 
 
 class InputGradients(NamedTuple):
@@ -62,39 +60,30 @@ def backward_chunks(
         gates: [B, HV, N, rows, C] float32; see `layout.Gates`.
         plan: sizes and features of this call.
     """
-    batch, time, heads, width = k.shape
     inputs = {"q": q, "k": k, "gates": gates, "do": do, "rows": forward_rows, "drows": row_gradients, "v": v}
     inputs |= {"states": states, "dstates": state_gradients}
     inputs = {name: x for name, x in inputs.items() if x is not None}
-    keys = jax.ShapeDtypeStruct((batch, time, plan.value_heads, width), plan.dtype)
-    outputs = {"dk": keys, "dv": jax.ShapeDtypeStruct(v.shape, plan.dtype)}
+    outputs = gradient_shapes(q, k, v, plan)
     outputs["dgates"] = jax.ShapeDtypeStruct((*gates.shape[:3], len(Parts), CHUNK), jnp.float32)
-    if q is not None:
-        outputs["dq"] = keys
-    total = batch * plan.value_heads * plan.chunks
+    total = k.shape[0] * plan.value_heads * plan.chunks
     blocks = min(MULTIPROCESSORS, total)
 
-    def body(*refs):
-        given = dict(zip(inputs, refs, strict=False))
-        made = dict(zip(outputs, refs[len(inputs) :], strict=True))
-        work = Chunks(plan, given, made, total, blocks, plan.value_heads // heads)
-        pl.run_scoped(work.run, scratch_buffers(inputs, plan), collective_axes="wg")
+    def run(given: Refs, made: Refs, s: Refs) -> None:
+        Chunks(plan, given, made, total, blocks, plan.value_heads // k.shape[2]).run(s)
 
-    results = plgpu.kernel(
-        body,
-        out_type=tuple(outputs.values()),
-        grid=(blocks,),
-        grid_names=("block",),
-        num_threads=3,
-        thread_name="wg",
-        interpret=plan.interpret,
-        compiler_params=APPROXIMATE,
-        kernel_name="rank_one_backward_chunks",
-    )(*inputs.values())
-    made = dict(zip(outputs, results, strict=True))
+    scratch = scratch_buffers(inputs, plan)
+    made = launch("rank_one_backward_chunks", run, inputs, outputs, scratch, plan, {"block": blocks}, 3)
     parts = {part: made["dgates"][..., part, :] for part in Parts}
     gradients = parts[Parts.ERASE], parts[Parts.WRITE], _sum_gradient(parts, plan)
     return InputGradients(made.get("dq"), made["dk"], made["dv"], *gradients)
+
+
+def gradient_shapes(q: Array | None, k: Array, v: Array, plan: Plan) -> dict[str, Any]:
+    """What kernels return for the inputs, by name."""
+    batch, time, _, width = k.shape
+    keys = jax.ShapeDtypeStruct((batch, time, plan.value_heads, width), plan.dtype)
+    shapes = {"dk": keys, "dv": jax.ShapeDtypeStruct(v.shape, plan.dtype)}
+    return shapes if q is None else shapes | {"dq": keys}
 
 
 def _sum_gradient(parts: dict[Parts, Array], plan: Plan) -> Array:

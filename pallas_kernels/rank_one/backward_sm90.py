@@ -15,13 +15,11 @@ and the last c of a chunk has, besides, the product of the state that leaves it 
 import jax
 import jax.numpy as jnp
 from jax import Array
-from jax.experimental import pallas as pl
-from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.mosaic import APPROXIMATE
-from pallas_kernels.rank_one.backward_chunks_sm90 import InputGradients
+from pallas_kernels.rank_one.backward_chunks_sm90 import InputGradients, gradient_shapes
 from pallas_kernels.rank_one.backward_roles_sm90 import WORKERS, Backward, Parts, scratch_buffers
 from pallas_kernels.rank_one.layout import CHUNK, Plan
+from pallas_kernels.rank_one.stream_sm90 import Refs, launch
 
 
 def backward(
@@ -50,35 +48,19 @@ def backward(
         final_state: gradient of the final state, dSᵀ [B, HV, V, K] float32.
         plan: sizes and features of this call.
     """
-    batch, time, heads, width = k.shape
     inputs = {"q": q, "k": k, "inverse": inverse, "gates": gates, "do": do, "rows": forward_rows, "v": v}
     inputs |= {"states": states, "final_state": final_state}
     inputs = {name: x for name, x in inputs.items() if x is not None}
-    keys = jax.ShapeDtypeStruct((batch, time, plan.value_heads, width), plan.dtype)
-    outputs = {"dk": keys, "dv": jax.ShapeDtypeStruct(v.shape, plan.dtype)}
-    if q is not None:
-        outputs["dq"] = keys
+    outputs = gradient_shapes(q, k, v, plan)
     outputs["dgates"] = jax.ShapeDtypeStruct((*gates.shape[:3], WORKERS, len(Parts), CHUNK), jnp.float32)
     outputs["initial_state"] = jax.ShapeDtypeStruct(final_state.shape, jnp.float32)
 
-    def body(*refs):
-        given = dict(zip(inputs, refs, strict=False))
-        made = dict(zip(outputs, refs[len(inputs) :], strict=True))
-        work = Backward(plan, given, made, plan.value_heads // heads)
-        pl.run_scoped(work.run, scratch_buffers(inputs, plan), collective_axes="wg")
+    def run(given: Refs, made: Refs, s: Refs) -> None:
+        Backward(plan, given, made, plan.value_heads // k.shape[2]).run(s)
 
-    results = plgpu.kernel(
-        body,
-        out_type=tuple(outputs.values()),
-        grid=(plan.value_heads, batch),
-        grid_names=("h", "b"),
-        num_threads=WORKERS + 1,
-        thread_name="wg",
-        interpret=plan.interpret,
-        compiler_params=APPROXIMATE,
-        kernel_name="rank_one_backward",
-    )(*inputs.values())
-    made = dict(zip(outputs, results, strict=True))
+    grid = {"h": plan.value_heads, "b": k.shape[0]}
+    scratch = scratch_buffers(inputs, plan)
+    made = launch("rank_one_backward", run, inputs, outputs, scratch, plan, grid, WORKERS + 1)
     parts = {part: made["dgates"][..., part, :].sum(3) for part in Parts}
     sums = parts[Parts.SUM].at[..., -1].add(parts[Parts.LAST].sum(-1))
     gradients = made.get("dq"), made["dk"], made["dv"], parts[Parts.ERASE], parts[Parts.WRITE], sums

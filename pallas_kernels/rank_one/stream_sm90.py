@@ -5,6 +5,7 @@ loaded, and computes their scores P = scale · Tril(Q Kᵀ ⊙ Γ) ahead of the 
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax
@@ -48,33 +49,48 @@ def run_stream(
     scratch = _stage_scratch(inputs, plan) | scratch
     batch, _, heads, _ = inputs["k"].shape
 
+    def run(given: Refs, made: Refs, s: Refs) -> None:
+        wg = lax.axis_index("wg")
+
+        @pl.when(wg == plan.warpgroups)
+        def _():
+            plgpu.set_max_registers(plan.registers[1], action="decrease")
+            _load_and_score(given, s, plan, plan.value_heads // heads, reverse)
+
+        @pl.when(wg < plan.warpgroups)
+        def _():
+            plgpu.set_max_registers(plan.registers[0], action="increase")
+            if "zero" in s:
+                Zero(s["zero"].at[wg])
+            work(given, made, s, wg, plan)
+
+    grid = {"j": plan.value_dim // (COLUMNS * plan.warpgroups), "h": plan.value_heads, "b": batch}
+    return launch(name, run, inputs, outputs, scratch, plan, grid, plan.warpgroups + 1)
+
+
+def launch(
+    name: str,
+    run: Callable[[Refs, Refs, Refs], None],
+    inputs: dict[str, Any],
+    outputs: dict[str, Any],
+    scratch: dict[str, Any],
+    plan: Plan,
+    grid: dict[str, int],
+    warpgroups: int,
+) -> dict[str, Array]:
+    """Launch a kernel whose warpgroups "wg" run `run(inputs, outputs, scratch)`; all by name, as are the outputs."""
+
     def body(*refs):
         given = dict(zip(inputs, refs, strict=False))
         made = dict(zip(outputs, refs[len(inputs) :], strict=True))
-
-        def run(s: Refs) -> None:
-            wg = lax.axis_index("wg")
-
-            @pl.when(wg == plan.warpgroups)
-            def _():
-                plgpu.set_max_registers(plan.registers[1], action="decrease")
-                _load_and_score(given, s, plan, plan.value_heads // heads, reverse)
-
-            @pl.when(wg < plan.warpgroups)
-            def _():
-                plgpu.set_max_registers(plan.registers[0], action="increase")
-                if "zero" in s:
-                    Zero(s["zero"].at[wg])
-                work(given, made, s, wg, plan)
-
-        pl.run_scoped(run, scratch, collective_axes="wg")
+        pl.run_scoped(partial(run, given, made), scratch, collective_axes="wg")
 
     results = plgpu.kernel(
         body,
         out_type=tuple(outputs.values()),
-        grid=(plan.value_dim // (COLUMNS * plan.warpgroups), plan.value_heads, batch),
-        grid_names=("j", "h", "b"),
-        num_threads=plan.warpgroups + 1,
+        grid=tuple(grid.values()),
+        grid_names=tuple(grid),
+        num_threads=warpgroups,
         thread_name="wg",
         interpret=plan.interpret,
         compiler_params=APPROXIMATE,
