@@ -14,10 +14,14 @@ and the last c of a chunk has, besides, the product of the state that leaves it 
 
 import jax
 import jax.numpy as jnp
-from jax import Array
+from jax import Array, lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels.rank_one.backward_block_sm90 import REGISTERS, WORKERS, Parts, scratch_buffers
 from pallas_kernels.rank_one.backward_chunks_sm90 import InputGradients, gradient_shapes
-from pallas_kernels.rank_one.backward_roles_sm90 import WORKERS, Backward, Parts, scratch_buffers
+from pallas_kernels.rank_one.backward_loader_sm90 import Loader
+from pallas_kernels.rank_one.backward_worker_sm90 import Worker
 from pallas_kernels.rank_one.layout import CHUNK, Plan
 from pallas_kernels.rank_one.stream_sm90 import Refs, launch
 
@@ -56,7 +60,17 @@ def backward(
     outputs["initial_state"] = jax.ShapeDtypeStruct(final_state.shape, jnp.float32)
 
     def run(given: Refs, made: Refs, s: Refs) -> None:
-        Backward(plan, given, made, plan.value_heads // k.shape[2]).run(s)
+        wg = lax.axis_index("wg")
+
+        @pl.when(wg == WORKERS)
+        def _():
+            plgpu.set_max_registers(REGISTERS[1], action="decrease")
+            Loader(plan, given, made, s, WORKERS).run()
+
+        @pl.when(wg < WORKERS)
+        def _():
+            plgpu.set_max_registers(REGISTERS[0], action="increase")
+            Worker(plan, given, made, s, wg).run()
 
     grid = {"h": plan.value_heads, "b": k.shape[0]}
     scratch = scratch_buffers(inputs, plan)

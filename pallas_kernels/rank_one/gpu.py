@@ -13,8 +13,8 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Bool, Float
 
 from pallas_kernels.device import Unsupported, check_hopper, interpretation
+from pallas_kernels.rank_one.backward_block_sm90 import SIZE
 from pallas_kernels.rank_one.backward_chunks_sm90 import backward_chunks
-from pallas_kernels.rank_one.backward_roles_sm90 import SIZE
 from pallas_kernels.rank_one.backward_sm90 import backward
 from pallas_kernels.rank_one.backward_states_sm90 import backward_states
 from pallas_kernels.rank_one.forward_sm90 import forward
