@@ -5,7 +5,7 @@
 For each kind of model it builds a random one there, saves it, imports it, and compares logits and greedy text, in
 float32 (as far as their kernels go: 64 tokens) and bfloat16; exports it again and compares the tensors bit for bit;
 and exports a model of ours, loads it there, and compares logits. One line for each comparison; the exit code is 1 if
-one fails. Takes minutes: the first use of their kernels tunes them.
+one fails. Their kernels run as first configured: to tune them takes minutes, and speed is not compared here.
 """
 
 import os
@@ -48,7 +48,7 @@ CONFIGS = {
 # RMS(ours - theirs) / RMS(theirs) of logits: float32 leaves room for sums in another order, over four layers. In
 # bfloat16 both have errors of their own, so the limit is this many times their distance from float32 products.
 FLOAT32, TIMES = 1e-4, 2.0
-MARGIN = 4.0  # greedy text may part where their two best logits are nearer than this many times the limit
+MARGIN = 4.0  # our choice may be worth less to their model than its own by this many times the limit
 PROMPT, LENGTHS = 32, {"float32": 64, "bfloat16": 256}  # their chunked delta rule refuses float32
 
 
@@ -94,7 +94,7 @@ class Check:
             with jax.default_matmul_precision(precision):
                 passed, limit, detail = self.compare_logits(theirs, ours, dtype)
                 yield f"{dtype} logits", passed, detail
-                yield f"{dtype} text", *self.compare_text(theirs, load_model(ours, dtype=dtype), limit)
+                yield f"{dtype} text", *self.compare_text(theirs, load_model(ours, dtype=dtype), dtype, limit)
             export_folder(ours, again, dtype=dtype)
             yield f"{dtype} tensors", *self.compare_tensors(theirs, again, dtype)
         yield "native float32 logits", *self.compare_native()
@@ -140,31 +140,33 @@ class Check:
             detail = f"; ours {ratio(found, exact):.2e} and theirs {limit / TIMES:.2e} from float32"
         return error <= limit, limit, f"{error:.2e} of {limit:.2e}{detail}"
 
-    def compare_text(self, theirs: Any, ours: LanguageModel, limit: float) -> tuple[bool, str]:
-        """Compare greedy continuations token by token."""
+    def compare_text(self, theirs: Any, ours: LanguageModel, dtype: str, limit: float) -> tuple[bool, str]:
+        """Check that each token of our greedy text is their model's choice, too, given the text before it.
+
+        Their choice is that of their forward pass over the whole text. How far their token by token decoding is from
+        it, is told, and not judged.
+        """
         prompt = self.ids[:, :PROMPT]
-        given, state, steps = prompt, None, []
-        for _ in range(self.flags.tokens):
-            logits, state = self.their_logits(theirs, given, past_key_values=state, use_cache=True)
-            steps.append(logits[:, -1])
-            given = steps[-1].argmax(-1)[:, None]
-        logits = np.stack(steps, axis=1)
-        reference = logits.argmax(-1)
-        found = np.array(Generator(ours, chunk_size=PROMPT)(prompt.tolist(), self.flags.tokens))
-        passed, detail = True, []
-        for row in range(len(prompt)):
-            parted = np.flatnonzero(found[row] != reference[row])
-            if not len(parted):
-                detail.append(f"{self.flags.tokens} tokens equal")
-                continue
-            first = parted[0]
-            at = logits[row, first]
-            margin = (at.max() - at[found[row, first]]) / np.sqrt(np.mean(at**2))
-            passed = passed and bool(margin <= MARGIN * limit)
-            detail.append(
-                f"first difference at token {first}, where the margin is {margin:.2e} of the logits' RMS"
-            )
-        return passed, "; ".join(detail)
+        tokens = min(self.flags.tokens, LENGTHS[dtype] - PROMPT)
+        found = np.array(Generator(ours, chunk_size=PROMPT)(prompt.tolist(), tokens))
+        text = np.concatenate([prompt, found[:, :-1]], axis=1)
+        logits = self.their_logits(theirs, text, use_cache=False)[0][:, PROMPT - 1 :]
+        chosen = np.take_along_axis(logits, found[..., None], axis=2)[..., 0]
+        margins = (logits.max(-1) - chosen) / np.sqrt(np.mean(logits**2))
+        detail = f"{np.sum(margins == 0)} of {margins.size} tokens are their choice"
+        if margins.any():
+            detail += f", the others by at most {margins.max():.2e} of the logits' RMS"
+        off = ratio(self.their_steps(theirs, text)[:, PROMPT - 1 :], logits)
+        return bool(np.all(margins <= MARGIN * limit)), f"{detail}; their decoding is {off:.2e} from it"
+
+    def their_steps(self, model: Any, ids: np.ndarray) -> np.ndarray:
+        """Return the logits of a model of theirs with the prompt at once, then token by token."""
+        first, state = self.their_logits(model, ids[:, :PROMPT], use_cache=True)
+        steps = [first]
+        for t in range(PROMPT, ids.shape[1]):
+            logits, state = self.their_logits(model, ids[:, t : t + 1], past_key_values=state, use_cache=True)
+            steps.append(logits)
+        return np.concatenate(steps, axis=1)
 
     def compare_tensors(self, theirs: Any, folder: Path, dtype: str) -> tuple[bool, str]:
         """Compare the tensors of a model that came back."""
@@ -202,9 +204,22 @@ def ratio(found: np.ndarray, reference: np.ndarray) -> float:
     return float(np.sqrt(np.mean((found - reference) ** 2) / np.mean(reference**2)))
 
 
+def leave_untuned() -> None:
+    """Let Triton know one configuration of each kernel, the first, of those defined from now on."""
+    tuner: Any = import_module("triton.runtime.autotuner").Autotuner
+    initialise = tuner.__init__
+
+    def with_first(self: Any, fn: Any, arg_names: Any, configs: Any, *rest: Any, **options: Any) -> None:
+        initialise(self, fn, arg_names, configs[:1], *rest, **options)
+
+    tuner.__init__ = with_first
+
+
 def main(args: Sequence[str] | None = None) -> int:
     """Compare; `args` are the command-line flags. Returns the exit code."""
     flags = tyro.cli(Flags, args=args, prog="python -m experiments.convert_check")
+    if flags.device == "cuda":
+        leave_untuned()
     failed, began = [], time.perf_counter()
     for name in flags.models:
         try:

@@ -27,7 +27,14 @@ from eflax.cells import CELLS, UnsupportedForm
 from eflax.evaluation.agreement import BUDGETS, worst_error
 from eflax.progress import Progress
 from eflax.training import Interrupted, RunFolder, StopRequest
-from experiments.throughput_inputs import Shape, loss_function, make_inputs, parse_shape, reference_function
+from experiments.throughput_inputs import (
+    Shape,
+    make_inputs,
+    make_weights,
+    parse_shape,
+    reference_function,
+    task_function,
+)
 from experiments.throughput_peers import PEERS, peer_results
 from experiments.timing import seconds_per_call
 
@@ -57,7 +64,7 @@ class Flags:
     # BxTxHxK or BxTxHxKxV (for selective_ssm H·V channels with K state entries); by default by platform.
     shape: Annotated[tuple[str, ...], arg(metavar="SHAPE ...", help_behavior_hint="")] = ()
 
-    # What is timed: outputs, gradients of a loss on the outputs, or gradients of a loss on the final state alone.
+    # What is timed: outputs, or gradients of a weighted sum of the outputs, or of the final state alone.
     task: tuple[Task, ...] = ("forward", "gradient", "state-gradient")
 
     # Dtype of q, k, v (gates are float32).
@@ -171,14 +178,14 @@ def measurements(flags: Flags, shapes: list[Shape]) -> Iterator[Row]:
         for shape in shapes:
             inputs = make_inputs(name, shape, jnp.dtype(flags.dtype), flags.seed)
             for task in flags.task:
-                reference = None
+                weights, reference = make_weights(name, task, inputs, flags.seed), None
                 for form in flags.form or CELLS[name].forms:
                     if reference is None:
-                        reference = reference_results(name, task, shape, inputs)
-                    yield measure(name, form, shape, task, inputs, reference, flags)
+                        reference = reference_results(name, task, shape, inputs, weights)
+                    yield measure(name, form, shape, task, (inputs, weights), reference, flags)
                 if reference is not None:
                     for peer in peer_results(
-                        flags.peer, name, task, inputs, reference, flags.repeats, flags.memory_limit
+                        flags.peer, name, task, inputs, weights, reference, flags.repeats, flags.memory_limit
                     ):
                         row = Row(name, peer.peer, str(shape), task, flags.dtype)
                         if peer.refusal:
@@ -187,30 +194,32 @@ def measurements(flags: Flags, shapes: list[Shape]) -> Iterator[Row]:
                             yield timed(row, shape, peer.error, peer.seconds)
 
 
-def reference_results(name: str, task: Task, shape: Shape, inputs: dict[str, Array]) -> PyTree:
+def reference_results(
+    name: str, task: Task, shape: Shape, inputs: dict[str, Array], weights: PyTree
+) -> PyTree:
     """The same results by the recurrent form in float32, from the same rounded inputs."""
-    inputs = jax.tree.map(lambda x: x.astype(jnp.float32), inputs)
-    return jax.jit(reference_function(name, task, shape))(inputs)
+    arguments = jax.tree.map(lambda x: x.astype(jnp.float32), (inputs, weights))
+    return jax.jit(reference_function(name, task, shape))(*arguments)
 
 
 def measure(
-    name: str, form: str, shape: Shape, task: Task, inputs: dict[str, Array], reference: PyTree, flags: Flags
+    name: str, form: str, shape: Shape, task: Task, arguments: PyTree, reference: PyTree, flags: Flags
 ) -> Row:
     """Compile, look at the memory, compare with the reference, then time."""
     row = Row(name, form, str(shape), task, flags.dtype)
     try:
-        run = jax.jit(loss_function(name, task, form, flags.chunk_size)).lower(inputs).compile()
+        run = jax.jit(task_function(name, task, form, flags.chunk_size)).lower(*arguments).compile()
     except UnsupportedForm as error:
         return replace(row, note=f"not run: {error}")
     analysis: Any = run.memory_analysis()
     row = replace(row, temp_mb=analysis.temp_size_in_bytes / 1e6)
     if analysis.temp_size_in_bytes > flags.memory_limit * 1e9:
         return replace(row, note="not run: above --memory-limit")
-    error, budget = worst_error(run(inputs), reference), BUDGETS[flags.dtype]
+    error, budget = worst_error(run(*arguments), reference), BUDGETS[flags.dtype]
     limit = budget.forward if task == "forward" else budget.backward
     if not error <= limit:
         return replace(row, error=error, note=f"{WRONG}: above {limit:g}")
-    seconds = seconds_per_call(lambda: run(inputs), jax.block_until_ready, flags.repeats)
+    seconds = seconds_per_call(lambda: run(*arguments), jax.block_until_ready, flags.repeats)
     return timed(row, shape, error, seconds)
 
 

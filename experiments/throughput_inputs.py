@@ -1,4 +1,4 @@
-"""Inputs and losses of the throughput benchmark, for every cell from its argument names."""
+"""Inputs and tasks of the throughput benchmark, for every cell from its argument names."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -78,8 +78,8 @@ def make_inputs(name: str, shape: Shape, dtype: jnp.dtype, seed: int) -> dict[st
     return {argument: values[argument] for argument in CELLS[name].arguments}
 
 
-def loss_function(name: str, task: str, form: str, chunk_size: int) -> Callable[[dict[str, Array]], PyTree]:
-    """What a task computes from the inputs: outputs, or gradients of a loss on outputs or on the final state."""
+def task_function(name: str, task: str, form: str, chunk_size: int) -> Callable[..., PyTree]:
+    """What a task computes from inputs and weights: outputs, or gradients of Σ weights · outputs or final state."""
 
     def evaluate(inputs: dict[str, Array]) -> tuple[Array, PyTree]:
         cell: Any = CELLS[name]
@@ -88,7 +88,7 @@ def loss_function(name: str, task: str, form: str, chunk_size: int) -> Callable[
     return _by_task(task, evaluate)
 
 
-def reference_function(name: str, task: str, shape: Shape) -> Callable[[dict[str, Array]], PyTree]:
+def reference_function(name: str, task: str, shape: Shape) -> Callable[..., PyTree]:
     """The same by the recurrent form, keeping one state per SEGMENT tokens for the backward pass."""
     length = next(n for n in range(min(SEGMENT, shape.time), 0, -1) if shape.time % n == 0)
 
@@ -117,13 +117,28 @@ def _zero_state(cell: Any, inputs: dict[str, Array]) -> PyTree:
     return cell(**empty)[1]
 
 
+def make_weights(name: str, task: str, inputs: dict[str, Array], seed: int) -> PyTree:
+    """Random weights of what a task takes gradients of, in its shapes and dtypes; nothing for outputs alone."""
+    if task == "forward":
+        return ()
+    cell: Any = CELLS[name]
+    weighted = _weighted(task, jax.eval_shape(lambda inputs: cell(**inputs), inputs))
+    leaves, tree = jax.tree.flatten(weighted)
+    keys = jax.random.split(jax.random.key(seed + 1), len(leaves))
+    normal = (jax.random.normal(key, x.shape).astype(x.dtype) for key, x in zip(keys, leaves, strict=True))
+    return jax.tree.unflatten(tree, normal)
+
+
 def _by_task(task: str, evaluate: Callable[[dict[str, Array]], tuple[Any, PyTree]]) -> Callable[..., PyTree]:
     if task == "forward":
-        return lambda inputs: evaluate(inputs)[0]
+        return lambda inputs, weights: evaluate(inputs)[0]
 
-    def loss(inputs: dict[str, Array]) -> Array:
-        results = evaluate(inputs)
-        used = jax.tree.leaves(results[0] if task == "gradient" else results[1])
-        return jnp.stack([jnp.sum(jnp.square(x.astype(jnp.float32))) for x in used]).sum()
+    def gradients(inputs: dict[str, Array], weights: PyTree) -> dict[str, Array]:
+        weighted, transpose = jax.vjp(lambda inputs: _weighted(task, evaluate(inputs)), inputs)
+        return transpose(jax.tree.map(lambda w, x: w.astype(x.dtype), weights, weighted))[0]
 
-    return jax.grad(loss)
+    return gradients
+
+
+def _weighted(task: str, results: tuple[Any, PyTree]) -> PyTree:
+    return results[0] if task == "gradient" else results[1]

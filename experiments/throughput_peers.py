@@ -6,6 +6,7 @@ from importlib import import_module
 from importlib.util import find_spec
 from typing import Any, NamedTuple
 
+import jax
 import numpy as np
 from jaxtyping import Array, PyTree
 
@@ -31,6 +32,7 @@ def peer_results(
     name: str,
     task: str,
     inputs: dict[str, Array],
+    weights: PyTree,
     reference: PyTree,
     repeats: int,
     memory_limit: float,
@@ -45,7 +47,7 @@ def peer_results(
         states = inputs["k"].size * inputs["v"].shape[-1] * 4 * 4 / 1e9
         if label not in wanted or (label == LOOP and task != "forward" and states > memory_limit):
             continue
-        run, synchronize = prepare(peer, task, inputs)
+        run, synchronize = prepare(peer, task, inputs, weights)
         try:
             error = worst_error(run(), reference)
             seconds = seconds_per_call(lambda run=run: run(fetch=False), synchronize, repeats)
@@ -90,16 +92,18 @@ def fla_kernels() -> dict[str, Peer]:
 
 
 def prepare(
-    peer: Peer, task: str, inputs: dict[str, Array]
+    peer: Peer, task: str, inputs: dict[str, Array], weights: PyTree
 ) -> tuple[Callable[..., PyTree], Callable[[Any], None]]:
     """Return what runs the task once (and fetches its results as NumPy trees), and what waits for the device."""
     torch = import_module("torch")
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    tensors = {
-        argument: torch.from_numpy(np.array(x, np.float32)).to(device, getattr(torch, x.dtype.name))
-        for argument, x in inputs.items()
-    }
+
+    def tensor_of(x: Array) -> Any:
+        return torch.from_numpy(np.array(x, np.float32)).to(device, getattr(torch, x.dtype.name))
+
+    tensors = {argument: tensor_of(x) for argument, x in inputs.items()}
+    cotangents = [tensor_of(x) for x in jax.tree.leaves(weights)]
     for tensor in tensors.values():
         tensor.requires_grad_(task != "forward")
 
@@ -107,9 +111,9 @@ def prepare(
         o, state = peer(**tensors)
         if task == "forward":
             return o.detach().float().cpu().numpy() if fetch else None
-        used = o if task == "gradient" else state
+        weighted = o if task == "gradient" else state
         needed = [x for argument, x in tensors.items() if task == "gradient" or argument != "q"]
-        grads = torch.autograd.grad(used.float().square().sum(), needed)
+        grads = torch.autograd.grad(weighted, needed, *cotangents)
         if not fetch:
             return None
         arrays = iter(grad.float().cpu().numpy() for grad in grads)
