@@ -43,6 +43,17 @@ def zeros(*shape: int) -> Array:
     return plgpu.layout_cast(jnp.full(shape, 0, jnp.float32), WGMMA)
 
 
+def load_transposed(ref: Any) -> Array:
+    """The transpose of a float32 matrix in global memory, in registers."""
+    x = plgpu.load(ref.transpose((1, 0)), layout=plgpu.Layout.WGMMA_TRANSPOSED, optimized=False)
+    return plgpu.layout_cast(x, WGMMA)
+
+
+def store_transposed(ref: Any, x: Array) -> None:
+    """Put the transpose of x, float32, into global memory."""
+    ref.transpose((1, 0))[...] = plgpu.layout_cast(x, plgpu.Layout.WGMMA_TRANSPOSED)
+
+
 class Zero:
     """A number that is 0, which the compiler cannot know: an address with it in is computed where it is used.
 

@@ -38,7 +38,7 @@ def backward(
     final_state: Array,
     plan: Plan,
 ) -> tuple[InputGradients, Array]:
-    """Return the gradients of the inputs, and that of the initial state, dSᵀ [B, HV, V, K] float32.
+    """Return the gradients of the inputs, and that of the initial state, dS [B, HV, K, V] float32.
 
     Args:
         q: [B, T, H, K] 16-bit; None, with do, if nothing was read out.
@@ -49,7 +49,7 @@ def backward(
         states: Sᵀ as it entered each chunk [B, HV, N, V, K] 16-bit.
         inverse: T of every chunk [B, HV, N, C, C] 16-bit; None if nothing is erased.
         gates: [B, HV, N, rows, C] float32; see `layout.Gates`.
-        final_state: gradient of the final state, dSᵀ [B, HV, V, K] float32.
+        final_state: gradient of the final state, dS [B, HV, K, V] float32.
         plan: sizes and features of this call.
     """
     inputs = {"q": q, "k": k, "inverse": inverse, "gates": gates, "do": do, "rows": forward_rows, "v": v}

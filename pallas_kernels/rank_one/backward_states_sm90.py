@@ -16,7 +16,7 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.mosaic import WGMMA, columns
+from pallas_kernels.mosaic import WGMMA, columns, load_transposed, store_transposed
 from pallas_kernels.rank_one.layout import CHUNK, COLUMNS, Gates, Plan
 from pallas_kernels.rank_one.stream_sm90 import (
     Refs,
@@ -35,7 +35,7 @@ SQUARE = (COLUMNS, CHUNK)
 class StateGradients(NamedTuple):
     """What `backward_states` returns."""
 
-    initial_state: Array  # dSᵀ [B, HV, V, K] float32
+    initial_state: Array  # dS [B, HV, K, V] float32
     states: Array | None  # dSᵀ as it enters each chunk from behind [B, HV, N, V, K] 16-bit
     rows: Array | None  # dR [B, T, HV, V] 16-bit
 
@@ -60,7 +60,7 @@ def backward_states(
         do: gradient of the outputs [B, T, HV, V] 16-bit.
         inverse: T of every chunk [B, HV, N, C, C] 16-bit; None if nothing is erased.
         gates: [B, HV, N, rows, C] float32; see `layout.Gates`.
-        final_state: gradient of the final state, dSᵀ [B, HV, V, K] float32.
+        final_state: gradient of the final state, dS [B, HV, K, V] float32.
         plan: sizes and features of this call.
         residuals: see above.
         skip: [B, HV] int32, how many chunks to leave out after the last; not with residuals.
@@ -111,6 +111,7 @@ def _recur(given: Refs, made: Refs, s: Refs, worker: Array, plan: Plan) -> None:
             plgpu.copy_smem_to_gmem(s["rows"].at[worker], made["rows"].at[b, tokens, h, mine])
         return state
 
-    state = plgpu.load(given["final_state"].at[b, h, mine], layout=WGMMA, optimized=False)
-    made["initial_state"].at[b, h, mine][...] = each_chunk(chunk, state, given, s, plan, reverse=True)
+    state = load_transposed(given["final_state"].at[b, h, :, mine])
+    state = each_chunk(chunk, state, given, s, plan, reverse=True)
+    store_transposed(made["initial_state"].at[b, h, :, mine], state)
     plgpu.wait_smem_to_gmem(0)

@@ -11,7 +11,7 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.mosaic import WGMMA, columns, rows, zeros
+from pallas_kernels.mosaic import WGMMA, columns, load_transposed, rows, store_transposed, zeros
 from pallas_kernels.rank_one.backward_block_sm90 import BOTH, SQUARE, STAGES, Pair, Parts, Warpgroup
 from pallas_kernels.rank_one.layout import CHUNK, COLUMNS, Gates, Plan
 from pallas_kernels.rank_one.stream_sm90 import Refs, put_scores
@@ -30,12 +30,12 @@ class Worker(Warpgroup):
 
         def place(array: str, half: int) -> Any:
             refs = self.given | self.made
-            return refs[array].at[self.b, self.h, mine, pl.ds(half * COLUMNS, COLUMNS)]
+            return refs[array].at[self.b, self.h, pl.ds(half * COLUMNS, COLUMNS), mine]
 
-        state = tuple(plgpu.load(place("final_state", j), layout=WGMMA, optimized=False) for j in BOTH)
+        state = tuple(load_transposed(place("final_state", j)) for j in BOTH)
         state = lax.fori_loop(0, self.plan.chunks, self.chunk, state)
         for j in BOTH:
-            place("initial_state", j)[...] = state[j]
+            store_transposed(place("initial_state", j), state[j])
 
     def meet(self, name: str) -> None:
         """Wait for the other worker."""

@@ -17,7 +17,7 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.mosaic import WGMMA, columns, tiled, zeros
+from pallas_kernels.mosaic import WGMMA, columns, load_transposed, store_transposed, tiled, zeros
 from pallas_kernels.rank_one.layout import CHUNK, COLUMNS, Gates, Plan
 from pallas_kernels.rank_one.stream_sm90 import (
     Refs,
@@ -37,7 +37,7 @@ class Results(NamedTuple):
     """What `forward` returns; None where it was not asked for."""
 
     o: Array | None  # [B, T, HV, V] 16-bit
-    final_state: Array  # Sᵀ [B, HV, V, K] float32
+    final_state: Array  # [B, HV, K, V] float32
     states: Array | None  # Sᵀ as it enters each chunk [B, HV, N, V, K] 16-bit
     rows: Array | None  # D [B, T, HV, V] 16-bit
 
@@ -62,13 +62,13 @@ def forward(
         v: [B, T, HV, V] 16-bit; None writes nothing, so that the initial state only passes through the edits.
         inverse: T of every chunk [B, HV, N, C, C] 16-bit (see `solve_sm90`); None if nothing is erased.
         gates: [B, HV, N, rows, C] float32; see `layout.Gates`.
-        initial_state: Sᵀ [B, HV, V, K] float32, or None for zeros.
+        initial_state: [B, HV, K, V] float32, or None for zeros.
         plan: sizes and features of this call.
         residuals: see above.
         skip: [B, HV] int32, how many chunks to leave out before the first; not where outputs are asked for.
     """
     shape_v = (*k.shape[:2], plan.value_heads, plan.value_dim)
-    shape_s = (k.shape[0], plan.value_heads, plan.value_dim, plan.key_dim)
+    shape_s = (k.shape[0], plan.value_heads, plan.key_dim, plan.value_dim)
     outputs = {"final_state": jax.ShapeDtypeStruct(shape_s, jnp.float32)}
     scratch: dict[str, Any] = {}
     if q is not None:
@@ -130,6 +130,6 @@ def _recur(given: Refs, made: Refs, s: Refs, worker: Array, plan: Plan) -> None:
 
     state = zeros(COLUMNS, plan.key_dim)
     if "initial_state" in given:
-        state = plgpu.load(given["initial_state"].at[b, h, mine], layout=WGMMA, optimized=False)
-    made["final_state"].at[b, h, mine][...] = each_chunk(chunk, state, given, s, plan)
+        state = load_transposed(given["initial_state"].at[b, h, :, mine])
+    store_transposed(made["final_state"].at[b, h, :, mine], each_chunk(chunk, state, given, s, plan))
     plgpu.wait_smem_to_gmem(0)

@@ -96,14 +96,14 @@ def rank_one(
     if write is None:
         write = jnp.ones(v.shape[:3], jnp.float32)
     gates = (segmented(x) for x in (erase, write, log_decay, restart))
-    state = jnp.swapaxes(_pad_state(initial_state, plan), 2, 3)
+    state = _pad_state(initial_state, plan)
     qk = (segmented(x, plan.key_dim) for x in (q, k))
     results = _evaluate(plan, *qk, segmented(v, plan.value_dim), *gates, state)
     o, state = cast(tuple[Array | None, Array], results)
     width, depth = initial_state.shape[2:]
     if o is not None:
         o = o.reshape(batch, length, *o.shape[2:])[:, :time, :, :depth]
-    return o, jnp.swapaxes(state, 2, 3)[:, :, :width, :depth]
+    return o, state[:, :, :width, :depth]
 
 
 def make_plan(

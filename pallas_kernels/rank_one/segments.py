@@ -32,7 +32,7 @@ def choose_segments(sequences: int, time: int) -> int:
 class Passage(NamedTuple):
     """How the gradient of the state passes back through segments."""
 
-    transitions: Array  # Mᵀ, or 1 × 1 where M is a multiple of the identity
+    transitions: Array  # M, or 1 × 1 where M is a multiple of the identity
     skip: Array  # [B · segments, HV] int32: chunks at a segment's end whose part of the gradient is faint at its start
 
 
@@ -45,12 +45,12 @@ def entering_states(
     state: Array,
     plan: Plan,
 ) -> tuple[Array, Passage | None]:
-    """Return Sᵀ as it enters each segment [B · segments, HV, V, K], and what `leaving_gradients` needs.
+    """Return S as it enters each segment [B · segments, HV, K, V], and what `leaving_gradients` needs.
 
     Args:
         k, v, inverse, gates: of the segments, as for `forward`.
         growth: from `solve`; None where nothing is erased.
-        state: Sᵀ as it enters the first [B, HV, V, K].
+        state: S as it enters the first [B, HV, K, V].
         plan: of the call.
     """
     if plan.segments == 1:
@@ -64,7 +64,7 @@ def entering_states(
     added = forward(None, k, v, inverse, gates, None, plan, skip=_all_but_first(after)).final_state
     states = [state]
     for m, e in list(zip(_split(moved, plan), _split(added, plan), strict=True))[:-1]:
-        states.append(_matmul(states[-1], m) + e)
+        states.append(_matmul(m, states[-1]) + e)
     return _join(states), Passage(moved, _all_but_first(until))
 
 
@@ -86,7 +86,7 @@ def leaving_gradients(
     passage: Passage | None,
     plan: Plan,
 ) -> Array:
-    """Return dSᵀ of the state that leaves each segment [B · segments, HV, V, K]; see `entering_states`."""
+    """Return dS of the state that leaves each segment [B · segments, HV, K, V]; see `entering_states`."""
     if passage is None:
         return dstate
     nothing = jnp.zeros((k.shape[0], *dstate.shape[1:]), jnp.float32)
@@ -95,7 +95,7 @@ def leaving_gradients(
     ).initial_state
     gradients = [dstate]
     for m, e in list(zip(_split(passage.transitions, plan), _split(added, plan), strict=True))[:0:-1]:
-        gradients.append(_matmul(gradients[-1], jnp.swapaxes(m, 2, 3)) + e)
+        gradients.append(_matmul(jnp.swapaxes(m, 2, 3), gradients[-1]) + e)
     return _join(gradients[::-1])
 
 
@@ -116,7 +116,7 @@ def square_plan(plan: Plan) -> Plan:
 
 
 def _transitions(k: Array, inverse: Array | None, gates: Array, skip: Array, plan: Plan) -> Array:
-    """Mᵀ [B · segments, HV, K, K], or 1 × 1 where M is a multiple of the identity; 0 where all chunks are skipped."""
+    """M [B · segments, HV, K, K], or 1 × 1 where M is a multiple of the identity; 0 where all chunks are skipped."""
     if not plan.erases:
         return jnp.prod(gates[..., Gates.ENTRY, -1], -1)[..., None, None]
     plan = square_plan(plan)
@@ -128,10 +128,10 @@ def _transitions(k: Array, inverse: Array | None, gates: Array, skip: Array, pla
     return forward(None, k, None, inverse, gates, identity, plan, skip=skip).final_state
 
 
-def _matmul(state: Array, m: Array) -> Array:
+def _matmul(m: Array, state: Array) -> Array:
     if m.shape[-1] == 1:
-        return state * m
-    return jnp.einsum("bhvi,bhij->bhvj", state, m, precision=lax.Precision.HIGHEST)
+        return m * state
+    return jnp.einsum("bhij,bhjv->bhiv", m, state, precision=lax.Precision.HIGHEST)
 
 
 def _split(x: Array, plan: Plan) -> list[Array]:
