@@ -118,7 +118,8 @@ class Flags:
     # Test examples, and as many for validation.
     test_size: ByPreset[int] = None
 
-    # Members of the grid that are computed side by side, all by default; fewer need less memory.
+    # Members of the grid that are computed side by side, all by default. Fewer need less memory; and once all of them
+    # are done they cost no more time, which with all would be when the whole grid is.
     together: Annotated[int | None, arg(metavar="N", help_behavior_hint="(default: all)")] = None
 
     # Steps between checkpoints. One holds four copies of the parameters of every member of the grid.

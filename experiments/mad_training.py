@@ -115,7 +115,8 @@ def make_step(
     Args:
         model: gives the structure; it may be abstract.
         update: maps a learning rate and a weight decay to the optimizer.
-        together: members that are computed side by side; None: all of them.
+        together: members that are computed side by side; None: all of them. Those of which none runs any more cost
+            nothing.
     """
 
     def advance(examples: dict[str, Array], given: tuple[Grid, dict[str, Array]]) -> Any:
@@ -128,21 +129,34 @@ def make_step(
         diverged = jnp.where(running & ~taken, count, member.diverged)
         return member._replace(train=train, step=count, diverged=diverged), (metrics, taken)
 
+    def advance_group(examples: dict[str, Array], given: tuple[Grid, dict[str, Array]]) -> Any:
+        each, (group, _) = jax.vmap(partial(advance, examples)), given
+        nothing = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(each, given)[1])
+        runs = jnp.any(~group.over & (group.diverged == 0))
+        return jax.lax.cond(
+            runs, each, lambda given: (given[0]._replace(step=given[0].step + 1), nothing), given
+        )
+
     def step(grid: Grid, rows: dict[str, Array], examples: dict[str, Array]) -> tuple[Grid, dict[str, Array]]:
         members = grid.lr.shape[0]
         tiled = {key: jnp.tile(x, (members // x.shape[0], 1)) for key, x in rows.items()}
-        grid, (metrics, taken) = side_by_side(partial(advance, examples), (grid, tiled), together)
+        grid, (metrics, taken) = in_groups(partial(advance_group, examples), (grid, tiled), together)
         return grid, summarize(metrics, taken)
 
     return jax.jit(step, donate_argnums=0)
 
 
-def side_by_side(function: Callable[[Any], Any], members: PyTree, together: int | None) -> Any:
-    """Return the function of every member, so many at a time."""
+def in_groups(function: Callable[[Any], Any], members: PyTree, together: int | None) -> Any:
+    """Return the function of all members, which is given so many at a time; None: all."""
     count = jax.tree.leaves(members)[0].shape[0]
-    if together is None or together >= count:
-        return jax.vmap(function)(members)
-    return jax.lax.map(function, members, batch_size=together)
+    size = min(together or count, count)
+    whole = count - count % size
+    groups = jax.tree.map(lambda x: x[:whole].reshape(-1, size, *x.shape[1:]), members)
+    done = jax.tree.map(lambda x: x.reshape(whole, *x.shape[2:]), jax.lax.map(function, groups))
+    if whole == count:
+        return done
+    rest = function(jax.tree.map(lambda x: x[whole:], members))
+    return jax.tree.map(lambda *parts: jnp.concatenate(parts), done, rest)
 
 
 def make_score(model: MadModel, together: int | None = None) -> Callable[..., dict[str, Array]]:
@@ -161,7 +175,7 @@ def make_score(model: MadModel, together: int | None = None) -> Callable[..., di
         return macro | {"micro": each["hits"].sum() / each["answers"].sum()}
 
     def scores(params: PyTree, rest: PyTree, parts: dict[str, Array]) -> dict[str, Array]:
-        return side_by_side(partial(score, parts), (params, rest), together)
+        return in_groups(jax.vmap(partial(score, parts)), (params, rest), together)
 
     return jax.jit(scores)
 

@@ -32,6 +32,7 @@ from experiments.mad_training import (
     Member,
     batch_scores,
     cut,
+    in_groups,
     keep_best,
     make_score,
     make_step,
@@ -241,7 +242,7 @@ def test_a_grid_is_its_members_and_one_that_diverges_stops_alone():
     update = partial(optimizer, "cosine", 4, False)  # the program of the runs below
     model = nnx.eval_shape(lambda: build(task))
     grid = start(lambda seed: build(task, seed=seed), members, update)
-    step, rows, logged = make_step(model, update), shuffled_rows(12, 6, (1, 2)), []
+    step, rows, logged = make_step(model, update, 2), shuffled_rows(12, 6, (1, 2)), []
     batches = [next(rows) for _ in range(6)]
     for batch in batches:
         grid, metrics = step(grid, batch, examples)
@@ -278,6 +279,20 @@ def test_a_grid_is_its_members_and_one_that_diverges_stops_alone():
     assert metrics["running"] == 1
     worse = keep_best(kept, scores | {"perplexity": jnp.full(4, 1e9, jnp.float32)}, 0.999)
     assert worse.best_step.tolist() == [6, 6, 0, 0]
+
+
+def test_groups_are_put_together_in_order():
+    seen = []
+
+    def function(group):
+        seen.append(group["x"].shape)
+        return group["x"] * group["y"]
+
+    members = {"x": jnp.arange(7.0)[:, None], "y": jnp.full((7, 1), 2.0)}
+    for together, shapes in ((3, [(3, 1), (1, 1)]), (None, [(7, 1)]), (9, [(7, 1)])):
+        seen.clear()
+        np.testing.assert_array_equal(in_groups(function, members, together), 2.0 * np.arange(7)[:, None])
+        assert seen == shapes
 
 
 def test_a_grid_in_bfloat16_takes_the_kernels_of_a_hopper_gpu():
