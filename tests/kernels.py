@@ -100,13 +100,28 @@ def kernels_in(function, *arguments):
     def count(jaxpr):
         for equation in jaxpr.eqns:
             name = str(equation.params.get("name", ""))
-            if name in (*KERNELS, "rank_one_decode", "selective_scan_forward", "selective_scan_backward"):
+            if name.startswith(("rank_one_", "selective_scan_")) and equation.primitive.name != "name":
                 counts[name] = counts.get(name, 0) + 1
             for inner in jax.extend.core.jaxprs_in_params(equation.params):
                 count(inner)
 
     count(jax.make_jaxpr(function)(*arguments).jaxpr)
     return counts
+
+
+def launches_under_checkpoint(cell_name, form, residuals=()):
+    """How often a gradient under jax.checkpoint, which keeps `residuals`, launches each kernel.
+
+    What comes after the cell is not linear, as in a layer, so that its backward pass reads the outputs.
+    """
+    inputs, _ = problem(cell_name)
+    policy = jax.checkpoint_policies.save_only_these_names(*residuals)
+
+    def loss(inputs):
+        results = harness.call(cell_name, inputs, form=form)
+        return sum(jnp.sum(x.astype(jnp.float32) ** 2) for x in results)
+
+    return kernels_in(jax.grad(jax.checkpoint(loss, policy=policy)), inputs)
 
 
 def expected(case_name, inputs, weights, ids=None, scale=1.0):

@@ -14,6 +14,7 @@ from regimes import Shape
 
 from eflax import cells
 from pallas_kernels.selective_scan import gpu
+from pallas_kernels.selective_scan.inputs import RESIDUALS
 
 CELL = "selective_ssm"
 
@@ -80,6 +81,14 @@ def test_choice_and_refusal():
     wide, _ = kernels.problem(CELL, shape=Shape(K=65))
     with kernels.interpreted(), pytest.raises(cells.UnsupportedForm, match="N = 65"):
         harness.call(CELL, wide, form="pallas_gpu")
+
+
+def test_residuals_that_a_policy_saves_are_not_computed_again():
+    forward, backward = "selective_scan_forward", "selective_scan_backward"
+    with kernels.h200():
+        kept = kernels.launches_under_checkpoint(CELL, "pallas_gpu", RESIDUALS)
+        assert kept == {forward: 1, backward: 1}
+        assert kernels.launches_under_checkpoint(CELL, "pallas_gpu") == {forward: 2, backward: 1}
 
 
 @pytest.mark.parametrize(("blocks", "time", "segments"), [(256, 1 << 16, 1), (100, 4096, 1), (16, 4096, 8)])

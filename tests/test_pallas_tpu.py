@@ -17,7 +17,9 @@ from regimes import Shape
 
 from eflax import cells
 from pallas_kernels import device, walk_tpu
+from pallas_kernels.rank_one import tpu as rank_one
 from pallas_kernels.rank_one.tiles_tpu import choose_heads
+from pallas_kernels.selective_scan import tpu as selective_scan
 
 FORM = "pallas_tpu"
 
@@ -148,6 +150,15 @@ def test_a_step_is_one_kernel_that_takes_the_memory_of_a_donated_state():
         text = step.trace(inputs["initial_state"], *token).lower(lowering_platforms=("tpu",)).as_text()
     assert text.count("rank_one_decode_tpu") == 1 and "tf.aliasing_output" in text
     assert "output_operand_alias" in text
+
+
+@pytest.mark.parametrize(
+    ("cell", "residuals"), [("efla", rank_one.RESIDUALS), ("selective_ssm", selective_scan.RESIDUALS)]
+)
+def test_residuals_that_a_policy_saves_are_not_computed_again(cell, residuals):
+    with tpu():
+        assert set(kernels.launches_under_checkpoint(cell, FORM, residuals).values()) == {1}
+        assert sorted(kernels.launches_under_checkpoint(cell, FORM).values()) == [1, 2]
 
 
 @pytest.mark.parametrize("kind", ["TPU v5 lite", "TPU v6 lite", "TPU7x"])

@@ -24,8 +24,8 @@ from pallas_kernels.rank_one.walk_tpu import GateGradients
 DTYPES = (jnp.bfloat16, jnp.float32)
 LARGEST = 256  # entries of a key or value
 UNIT = 64  # entries that keys and values are padded to
-# Names for policies of jax.checkpoint.
-RESIDUALS = tuple(f"rank_one_{name}" for name in ("gates", "inverse", "states", "rows"))
+# Names for policies of jax.checkpoint: what the backward pass reads, and the outputs, which code after them reads.
+RESIDUALS = tuple(f"rank_one_{name}" for name in ("gates", "inverse", "states", "rows", "outputs"))
 
 
 def check(q: Array | None, k: Array, v: Array, *others: Array | None) -> None:
@@ -142,11 +142,9 @@ def _gates(plan, erase, write, log_decay, restart):
 def _evaluate_forward(plan, q, k, v, erase, write, log_decay, restart, state):
     gates = _gates(plan, erase, write, log_decay, restart)
     results = forward(q, k, v, gates, state, plan, residuals=True)
-    kept = (gates, results.inverse, results.states, results.rows)
-    kept = tuple(
-        x if x is None else checkpoint_name(x, name) for x, name in zip(kept, RESIDUALS, strict=True)
-    )
-    return (results.o, results.final_state), (q, k, v, write, log_decay, restart, *kept)
+    kept = (gates, results.inverse, results.states, results.rows, (results.o, results.final_state))
+    *kept, outputs = (checkpoint_name(x, name) for x, name in zip(kept, RESIDUALS, strict=True))
+    return outputs, (q, k, v, write, log_decay, restart, *kept)
 
 
 def _evaluate_backward(plan, residuals, cotangents):

@@ -128,8 +128,8 @@ def _evaluate_forward(plan, x, dt, a, b, c, cut, state):
     tokens = (x, dt, exponents(a), b)
     entering = entering_states(*tokens, cut, state, plan)
     results = forward(*tokens, c, cut, entering, plan, residuals=True)
-    states = checkpoint_name(results.states, *RESIDUALS)
     outputs = results.y, results.final_state[plan.segments - 1 :: plan.segments]
+    states, outputs = map(checkpoint_name, (results.states, outputs), RESIDUALS)
     return outputs, (x, dt, a, b, c, cut, states)
 
 

@@ -9,7 +9,8 @@ from jax import Array
 
 from pallas_kernels.device import Unsupported
 
-RESIDUALS = ("selective_scan_states",)  # names for policies of jax.checkpoint
+# Names for policies of jax.checkpoint: what the backward pass reads, and the outputs, which code after them reads.
+RESIDUALS = ("selective_scan_states", "selective_scan_outputs")
 
 
 def check_inputs(

@@ -97,8 +97,9 @@ def _evaluate(plan, x, dt, a, b, c, restart, state):
 
 def _evaluate_forward(plan, x, dt, a, b, c, restart, state):
     results = forward(x, dt, *_shared(plan, a, b, c, restart), _turned(state), plan, residuals=True)
-    states = checkpoint_name(results.states, *RESIDUALS)
-    return (results.y, _turned(results.final_state)), (x, dt, a, b, c, restart, states)
+    outputs = results.y, _turned(results.final_state)
+    states, outputs = map(checkpoint_name, (results.states, outputs), RESIDUALS)
+    return outputs, (x, dt, a, b, c, restart, states)
 
 
 def _evaluate_backward(plan, residuals, cotangents):
