@@ -6,9 +6,8 @@
 import os
 import sys
 
-os.environ.setdefault(
-    "JAX_PLATFORMS", "cpu"
-)  # before JAX is imported; the compiler's target is only described
+# Before JAX is imported; the compiler's target is only described.
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 import dataclasses
 import re

@@ -83,6 +83,9 @@ class Flags:
     # Layers to be repeated in this order, for a hybrid, such as --pattern efla efla efla transformer.
     pattern: Annotated[tuple[str, ...], arg(metavar="LAYER ...")] = ()
 
+    # Number of layers; a pattern is repeated to fill it.
+    num_layers: ByPreset[int] = None
+
     # Training data, one or several: files, folders or patterns of .txt, .jsonl(.gz, .zst), .parquet, .array_record,
     # ids as .u16(.xz) or .u32(.xz), hf:NAME, hf:NAME:SPLIT or hf:NAME:CONFIG:SPLIT of the Hugging Face hub, or
     # python-topics. Quote a pattern, or the shell makes several sources of it.
@@ -235,8 +238,9 @@ def make_plan(flags: Flags, vocab_size: int | None = None) -> Plan:
             raise FlagError(
                 f"--{name.replace('_', '-')} {getattr(flags, name)}: must be 0 or a positive number"
             )
-    if flags.max_tokens is not None:
-        _positive("max_tokens", flags.max_tokens)
+    for name in ("max_tokens", "num_layers"):
+        if getattr(flags, name) is not None:
+            _positive(name, getattr(flags, name))
     if flags.seed < 0 or flags.seed >= 2**32:
         raise FlagError(f"--seed {flags.seed}: must lie in 0..{2**32 - 1}")
     steps, warmup_steps = (steps_for_tokens(count, batch_tokens) for count in (tokens, warmup))
@@ -274,7 +278,8 @@ def _config(flags: Flags, preset: Preset, vocab_size: int | None) -> LanguageMod
     name = f"{flags.layer}-{preset.size}"
     if name not in CONFIG_NAMES:
         raise FlagError(f"--layer {flags.layer}: there is no such layer; --help lists them")
-    changes = {} if vocab_size is None else {"vocab_size": vocab_size}
+    given = {"vocab_size": vocab_size, "num_layers": flags.num_layers}
+    changes = {field: value for field, value in given.items() if value is not None}
     try:
         return named_config(name, pattern=flags.pattern, **changes)
     except ValueError as error:

@@ -9,9 +9,10 @@ from eflax.convert.folders import read_source
 from eflax.data import DataError
 from eflax.data.tokenizers import Tokenizer, load_tokenizer
 from eflax.models import LanguageModel
+from eflax.training import read_config
 from experiments.command import FlagError
 from experiments.language_model_flags import make_plan
-from experiments.language_model_train import build_model, read_flags
+from experiments.language_model_train import TOKENIZER_PRINT, build_model, read_flags
 
 
 def load_run(folder: Path, *, best: bool, max_length: int | None = None) -> tuple[LanguageModel, Tokenizer]:
@@ -29,6 +30,10 @@ def load_run(folder: Path, *, best: bool, max_length: int | None = None) -> tupl
         return _load_imported(folder, best, max_length)
     flags = read_flags(folder)
     tokenizer = _tokenizer(make_plan(flags).tokenizer)
+    if tokenizer.fingerprint != read_config(folder).get(TOKENIZER_PRINT, tokenizer.fingerprint):
+        raise FlagError(
+            f"the tokenizer {tokenizer.name} is not the one that {folder} was trained with; bring that one back"
+        )
     plan = make_plan(flags, tokenizer.vocab_size)
     model = nnx.eval_shape(lambda: build_model(flags, plan, max_length))
     return restore(model, folder, best=best), tokenizer

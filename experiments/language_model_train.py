@@ -34,7 +34,7 @@ from experiments.command import FlagError
 from experiments.language_model_flags import Flags, Plan, make_plan
 from experiments.language_model_validation import RUN, Validation
 
-EXPERIMENT, EVENTS = "language_model", "events"
+EXPERIMENT, EVENTS, TOKENIZER_PRINT = "language_model", "events", "tokenizer_fingerprint"
 NOT_SAVED = (
     *command.NOT_SAVED,
     "dry_run",
@@ -117,11 +117,11 @@ class Training:
             raise FlagError(f"--form {flags.form}: {error}") from error
         except ValueError as error:
             raise FlagError(str(error)) from error
-        schedule = warmup_cosine(
+        self.schedule = warmup_cosine(
             plan.lr, start=plan.lr_end, end=plan.lr_end, warmup_steps=plan.warmup_steps, steps=plan.steps
         )
         decay = flags.weight_decay
-        self.optimizer = adamw(schedule, b1=0.9, b2=0.95, weight_decay=decay, decayed=decay_mask)
+        self.optimizer = adamw(self.schedule, b1=0.9, b2=0.95, weight_decay=decay, decayed=decay_mask)
 
     def load_data(self) -> tuple[Tokenizer, list[TokenStore], list[TokenStore]]:
         """Return the tokenizer, and the tokens of the sources to train and to validate on."""
@@ -145,13 +145,14 @@ class Training:
         prints = [store.fingerprint for store in (*self.stores, *self.validation)]
         saved = command.saved_flags(self.flags, NOT_SAVED)
         plan = {name: value for name, value in asdict(self.plan).items() if name not in NOT_SAVED}
-        return {"experiment": EXPERIMENT, **saved, "plan": plan, "data_fingerprints": prints}
+        prints = {TOKENIZER_PRINT: self.tokenizer.fingerprint, "data_fingerprints": prints}
+        return {"experiment": EXPERIMENT, **saved, "plan": plan, **prints}
 
     def start(self) -> tuple[TrainState, Any]:
         """Return the initial state on the mesh, and the train step."""
         state, shardings = sharded_state(self.build, self.optimizer, self.mesh)
         loss = partial(language_model_loss, z_loss=self.flags.z_loss)
-        options = {"accumulate": self.plan.accumulate, "shardings": shardings}
+        options = {"accumulate": self.plan.accumulate, "shardings": shardings, "learning_rate": self.schedule}
         return state, make_train_step(self.model, self.optimizer, loss, **options)
 
     def train(self, folder: RunFolder, stop: StopRequest) -> int:

@@ -20,7 +20,9 @@ def test_readme_table_of_platforms_is_generated():
 
 
 @pytest.mark.parametrize("page", sorted((ROOT / "docs").glob("*.md")), ids=lambda page: page.stem)
-def test_examples_of_a_page_run(page):
+def test_examples_of_a_page_run(page, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     names = {}
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
         for block in re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL):

@@ -22,6 +22,8 @@ QUICK = [
     *SIZES,
     "--layer",
     "transformer",
+    "--num-layers",
+    "2",
     "--log-every",
     "2",
     "--checkpoint-every",
@@ -89,6 +91,9 @@ def losses(out):
 def test_a_run_logs_every_step_validates_and_keeps_the_best(run):
     assert [step for step, _ in losses(run)] == [1, 2, 3, 4, 5, 6]
     assert losses(run)[-1][1] < losses(run)[0][1]
+    rates = [record["lr"] for record in records(run) if "lr" in record]
+    assert rates[0] == pytest.approx(3e-4) and rates[1] == pytest.approx(3e-3)  # a warm-up of one step
+    assert sorted(rates[1:], reverse=True) == rates[1:] and rates[-1] < 1e-3
     found = [record for record in records(run) if "validation" in record]
     assert [record["step"] for record in found] == [3, 6]
     assert found[0]["validation"] == "check.jsonl"
@@ -125,7 +130,7 @@ def test_a_stopped_and_a_killed_run_end_as_one_that_was_not(run, text, tmp_path,
 def test_dry_run_tells_and_writes_nothing(text, tmp_path, capsys):
     assert train(text, tmp_path / "run", "--dry-run") == 0
     said = capsys.readouterr().out
-    assert "836,992 parameters, 6 steps of 4 sequences of 16 tokens" in said and "memory of a device" in said
+    assert "435,072 parameters, 6 steps of 4 sequences of 16 tokens" in said and "memory of a device" in said
     assert not (tmp_path / "run").exists()
 
 
@@ -175,6 +180,12 @@ def test_a_run_can_be_evaluated_and_asked_for_text(run, text, capsys, tmp_path):
     ):
         assert language_model.main(["generate", str(bare), *flags]) == 2
         assert message in capsys.readouterr().err
+    config = bare / "config.json"
+    config.write_text(config.read_text().replace('"bytes-1"', '"bytes-0"'))
+    assert language_model.main(["generate", str(bare)]) == 2
+    assert f"the tokenizer bytes is not the one that {bare} was trained with" in capsys.readouterr().err
+    assert language_model.main(["eval", str(tmp_path / "nowhere"), *wanted[:-2]]) == 2
+    assert "nowhere: no such folder, so no run" in capsys.readouterr().err
 
 
 def test_an_answer_keeps_the_space_that_it_begins_with(capsys):
@@ -223,10 +234,11 @@ def test_too_little_memory_is_told(capsys):
         (["--layer", "efla", "--form", "spiral"], "spiral"),
         (["--data", "none.jsonl"], "there is no file none.jsonl"),
         (["--tokenizer", "none.model"], "neither one of bytes"),
-        (["--pattern", "efla", "transformer", "mamba"], "num_layers=4 is no multiple of the 3"),
+        (["--pattern", "efla", "transformer", "mamba"], "num_layers=2 is no multiple of the 3"),
         (["--weights", "nan"], "a positive one for each of the 1 sources"),
         (["--weight-decay", "nan"], "--weight-decay nan: must be 0 or a positive number"),
         (["--max-tokens", "0"], "--max-tokens 0: must be at least 1"),
+        (["--num-layers", "0"], "--num-layers 0: must be at least 1"),
         (["--weights", "1.0", "2.0"], "a positive one for each of the 1 sources"),
         (["--length", "4096", "--batch-tokens", "4096", "--tokens", "81920"], "too few for a window of 4096"),
         (["--process", "0"], "give --coordinator HOST:PORT"),

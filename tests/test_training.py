@@ -357,7 +357,7 @@ def test_folder_in_use_or_holding_a_run_is_refused(tmp_path):
 def test_folder_that_holds_no_run_cannot_be_resumed(tmp_path):
     with pytest.raises(RunFolderError, match="no such folder"):
         RunFolder(tmp_path / "none", {}, resume=True)
-    with pytest.raises(RunFolderError, match="no run to continue"):
+    with pytest.raises(RunFolderError, match="there is no config.json, so no run"):
         RunFolder(tmp_path, {}, resume=True)
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(RunFolderError, match="damaged or was not written by eflax"):

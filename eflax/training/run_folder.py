@@ -159,11 +159,9 @@ def read_config(path: Path) -> dict[str, Any]:
     """
     file = path / CONFIG
     if not path.is_dir():
-        raise RunFolderError(f"--resume {path}: no such folder")
+        raise RunFolderError(f"{path}: no such folder, so no run; a new one begins with --out")
     if not file.is_file():
-        raise RunFolderError(
-            f"--resume {path}: there is no {CONFIG}, so no run to continue; start one with --out"
-        )
+        raise RunFolderError(f"{path}: there is no {CONFIG}, so no run; a new one begins with --out")
     try:
         config = json.loads(file.read_text())["config"]
     except (ValueError, KeyError, TypeError, RecursionError) as error:

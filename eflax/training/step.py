@@ -82,6 +82,7 @@ def make_train_step(
     *,
     accumulate: int = 1,
     shardings: TrainState | None = None,
+    learning_rate: optax.Schedule | None = None,
 ) -> TrainStep:
     """Return the jitted step of training `model`, or another model of the same structure.
 
@@ -96,6 +97,7 @@ def make_train_step(
             its metric "tokens". The arrays of a batch then have a leading axis of this size. The metrics are averaged
             in the same way, but for "tokens", which is summed.
         shardings: where each leaf of the state lies on a mesh; None leaves it to JAX.
+        learning_rate: the optimizer's schedule, whose value is then the metric "lr".
     """
     graph = nnx.graphdef(model)
 
@@ -110,15 +112,26 @@ def make_train_step(
             grads, metrics = gradient(state.params, state.rest, batch)
         else:
             grads, metrics = _weighted_mean(lambda part: gradient(state.params, state.rest, part), batch)
-        with jax.numpy_dtype_promotion("standard"):  # Adam raises a float to the power of an integer count
+        metrics = {"loss": metrics.pop("loss"), "grad_norm": optax.tree.norm(grads), **metrics}
+        with jax.numpy_dtype_promotion("standard"):  # optax calculates with counts, which are integers
             updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
             params = optax.apply_updates(state.params, updates)
-        metrics = {"loss": metrics.pop("loss"), "grad_norm": optax.tree.norm(grads), **metrics}
+            if learning_rate is not None:
+                metrics["lr"] = jnp.float32(learning_rate(_schedule_count(state.opt_state)))
         return TrainState(params, state.rest, opt_state), metrics
 
     return jax.jit(
         train_step, donate_argnums=0, out_shardings=None if shardings is None else (shardings, None)
     )
+
+
+def _schedule_count(opt_state: PyTree) -> Array:
+    """Return at which step of its schedule an optimizer is."""
+
+    def is_schedule(x: Any) -> bool:
+        return isinstance(x, optax.ScaleByScheduleState)
+
+    return next(filter(is_schedule, jax.tree.leaves(opt_state, is_leaf=is_schedule))).count
 
 
 def _weighted_mean(

@@ -55,9 +55,8 @@ def scratch_buffers(inputs: dict[str, Any], plan: Plan) -> dict[str, Any]:
         "dv": tiled(1, CHUNK, COLUMNS, dtype=plan.dtype),
         "dgates": plgpu.SMEM((1, len(Parts), CHUNK), jnp.float32),
     }
-    if (
-        plan.wide
-    ):  # there is no room: dq and dk take the places of the states when both warpgroups are through them
+    if plan.wide:
+        # There is no room: dq and dk take the places of the states when both warpgroups are through them.
         scratch["drained"] = plgpu.Barrier(num_arrivals=2)
     else:
         scratch["dk"] = tiled(1, CHUNK, width, dtype=plan.dtype)

@@ -13,9 +13,8 @@ from jax import Array
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-LARGEST = (
-    2**18
-)  # entries of the states of a program, in float32: 1 MiB, four times for reading ahead and writing back
+# Entries of the states of a program, in float32: 1 MiB, four times for reading ahead and writing back.
+LARGEST = 2**18
 
 
 def choose_heads(heads: int, rows: int, columns: int) -> int:

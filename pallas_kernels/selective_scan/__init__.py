@@ -1,1 +1,1 @@
-"""The kernels of h ← e^{dt A} ⊙ h + (dt x) Bᵀ, y = h C: read `gpu`, then the device files."""
+"""The kernels of h ← e^{dt A} ⊙ h + (dt x) Bᵀ, y = h C: read `gpu` or `tpu`, then the device files."""

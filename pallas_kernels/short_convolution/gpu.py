@@ -1,4 +1,7 @@
-"""The convolution on a Hopper GPU: arguments, segments, gradients."""
+"""The convolution on a Hopper GPU: arguments, segments, gradients.
+
+y_t = silu(Σ_s kernel[-1 - s] · x_{t-s} (+ bias))
+"""
 
 from functools import partial
 from typing import Any, cast
