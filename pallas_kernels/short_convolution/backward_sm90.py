@@ -2,7 +2,8 @@
 
 With p the sum before SiLU, recomputed from x, and s = sigmoid(p):
 
-    dp_t = dy_t · (s + p s (1 - s)),   dx_t = Σ_s kernel[-1 - s] dp_{t+s},   dkernel[-1 - s] = Σ_t dp_t x_{t-s},   dbias = Σ_t dp_t.
+    dp_t = dy_t · (s + p s (1 - s)),   dx_t = Σ_s kernel[-1 - s] dp_{t+s},
+    dkernel[-1 - s] = Σ_t dp_t x_{t-s},   dbias = Σ_t dp_t.
 
 A token passes on what it adds to dx of the tokens before it, so that dx is complete when its token is reached.
 """
