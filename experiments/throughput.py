@@ -35,7 +35,7 @@ from experiments.throughput_inputs import (
     reference_function,
     task_function,
 )
-from experiments.throughput_peers import PEERS, peer_results
+from experiments.throughput_peers import PEERS, peer_results, peer_versions
 from experiments.timing import seconds_per_call
 
 SHAPES = {"cpu": ("128x784x1x64", "1x4096x4x64"), "gpu": ("8x4096x16x128", "1x65536x16x128", "32x2048x8x128")}
@@ -51,8 +51,8 @@ class Flags:
     """Time cells × forms × shapes on this machine: median ms, tokens/s, temporary memory.
 
     Each combination is first compared with the recurrent form in float32 on the same rounded inputs (outputs or
-    gradients, RMS ratio); one that is off is reported and not timed, and the exit code is then 1. Peers (PyTorch
-    loop, flash-linear-attention) run beside where they are installed. The table is also written as CSV.
+    gradients, RMS ratio); one that is off is reported and not timed, and the exit code is then 1. Peers (a PyTorch
+    loop, flash-linear-attention, FlashQLA) run beside where they are installed. The table is also written as CSV.
     """
 
     # Cells to time: names of eflax.cells.CELLS.
@@ -79,7 +79,8 @@ class Flags:
     # Combinations that need more temporary memory than this (GB) are listed, not run; the default is for this platform.
     memory_limit: float = field(default_factory=lambda: 2.0 if jax.default_backend() == "cpu" else 8.0)
 
-    # Other implementations to time, where they are installed: torch-loop, fla, flash_qla; none without a name.
+    # Other implementations to time, where they are installed: torch-loop; and on a GPU fla, of 16-bit dtypes, and
+    # flash_qla, of gated_delta_rule. None without a name.
     peer: Annotated[tuple[str, ...], arg(metavar="NAME ...")] = PEERS
 
     # Seed of the inputs.
@@ -110,16 +111,18 @@ def main(args: Sequence[str] | None = None) -> int:
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # peers need memory of the same GPU
     flags = tyro.cli(Flags, args=args, prog="python -m experiments.throughput")
     out = flags.out or Path("runs") / time.strftime("throughput-%Y%m%d-%H%M%S")
-    console = Console(
-        highlight=False, width=None if sys.stdout.isatty() else 132
-    )  # a file takes the whole table
+    # A file takes the whole table.
+    console = Console(highlight=False, width=None if sys.stdout.isatty() else 132)
     try:
         shapes = plan_shapes(flags)
         config = {"experiment": "throughput", **asdict(flags), "out": str(out)}
+        config["peer_versions"] = peers = peer_versions(flags.peer)
         with RunFolder(out, config) as folder:
             forms = sum(len(flags.form or CELLS[name].forms) for name in flags.cell)
             total = forms * len(shapes) * len(flags.task)
             console.print(f"Rows: {total}; results in {out}")
+            if peers:
+                console.print("For peers:", ", ".join(f"{name} {version}" for name, version in peers.items()))
             rows, stopped = collect(flags, shapes, total, folder)
             console.print(render(rows))
             console.print(f"Table and config: {out}")

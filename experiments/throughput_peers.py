@@ -11,9 +11,16 @@ import numpy as np
 from jaxtyping import Array, PyTree
 
 from eflax.evaluation.agreement import worst_error
+from eflax.training.run_folder import package_version
 from experiments.timing import seconds_per_call
 
 PEERS = LOOP, FLA, FLASH_QLA = "torch-loop", "fla", "flash_qla"
+
+PACKAGES = {
+    LOOP: ("torch",),
+    FLA: ("flash-linear-attention", "torch", "triton"),
+    FLASH_QLA: ("flash-qla", "tilelang", "torch"),
+}
 
 type Peer = Callable[..., tuple[Any, Any]]
 
@@ -25,6 +32,11 @@ class PeerResult(NamedTuple):
     error: float = 0.0
     seconds: float = 0.0
     refusal: str = ""
+
+
+def peer_versions(wanted: tuple[str, ...]) -> dict[str, str]:
+    """The packages that these peers are made of, with their versions, or "not installed"."""
+    return {package: package_version(package) for peer in wanted for package in PACKAGES[peer]}
 
 
 def peer_results(

@@ -1,14 +1,16 @@
 """The throughput benchmark: what it measures is checked first, and what it cannot use it refuses."""
 
 import csv
+import json
 import os
 import signal
 
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from eflax.cells import CELLS
-from experiments import throughput, throughput_inputs
+from experiments import throughput, throughput_inputs, throughput_peers
 
 
 def run(tmp_path, *flags):
@@ -68,6 +70,15 @@ def test_a_form_that_cannot_serve_is_listed_with_its_reason(tmp_path):
     assert code == 0
     assert kernels["note"].startswith("not run: form='pallas_gpu' cannot serve") and not kernels["ms"]
     assert float(recurrent["ms"]) > 0
+
+
+def test_peers_are_named_with_their_versions(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(throughput, "measurements", lambda *_: iter(()))
+    monkeypatch.setitem(throughput_peers.PACKAGES, "fla", ("numpy", "no-such-package"))
+    assert throughput.main(["--peer", "fla", "--out", str(tmp_path / "run")]) == 0
+    versions = {"numpy": np.__version__, "no-such-package": "not installed"}
+    assert json.loads((tmp_path / "run" / "config.json").read_text())["config"]["peer_versions"] == versions
+    assert f"For peers: numpy {np.__version__}, no-such-package not installed" in capsys.readouterr().out
 
 
 def test_a_stop_keeps_the_rows_so_far(tmp_path, monkeypatch, capsys):

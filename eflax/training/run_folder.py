@@ -235,12 +235,13 @@ def _describe_run(config: Mapping[str, Any]) -> Record:
         "config": config,
         "command": ["python", *sys.orig_argv[1:]],
         "revision": _revision(),
-        "versions": {"python": platform.python_version()} | {name: _version(name) for name in PACKAGES},
+        "versions": {"python": platform.python_version()} | {name: package_version(name) for name in PACKAGES},
         "devices": f"{len(devices)} x {devices[0].device_kind} ({devices[0].platform})",
     }
 
 
-def _version(package: str) -> str:
+def package_version(package: str) -> str:
+    """Return the version of a package of this environment, or "not installed"."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
