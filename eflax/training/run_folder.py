@@ -235,7 +235,8 @@ def _describe_run(config: Mapping[str, Any]) -> Record:
         "config": config,
         "command": ["python", *sys.orig_argv[1:]],
         "revision": _revision(),
-        "versions": {"python": platform.python_version()} | {name: package_version(name) for name in PACKAGES},
+        "versions": {"python": platform.python_version()}
+        | {name: package_version(name) for name in PACKAGES},
         "devices": f"{len(devices)} x {devices[0].device_kind} ({devices[0].platform})",
     }
 
