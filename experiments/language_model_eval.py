@@ -1,6 +1,7 @@
 """Perplexity of a trained language model over documents, by token, word and byte."""
 
 import json
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -58,7 +59,7 @@ class Flags:
     # Tokens of a document at once, below 64 or a multiple of it; by default 2048, or what softmax attention holds.
     length: Annotated[int | None, arg(metavar="N", help_behavior_hint="")] = None
 
-    # A new file for the results, as JSON.
+    # A new file for the results and what they are of, as JSON.
     out: Annotated[Path | None, arg(metavar="FILE", help_behavior_hint="")] = None
 
     @property
@@ -93,8 +94,16 @@ def run(flags: Flags, out: Path, console: Console) -> int:
     if flags.tasks:
         results |= evaluate_tasks(flags, model, tokenizer, console)
     if flags.out is not None:
-        write_atomically(flags.out, (json.dumps(results, indent=2) + "\n").encode())
+        what = {"run": str(flags.run), "best": flags.best, "limit": flags.limit, "results": results}
+        write_atomically(flags.out, (json.dumps(as_json(what), indent=2, allow_nan=False) + "\n").encode())
     return 0
+
+
+def as_json(x: Any) -> Any:
+    """Return the same with text, such as "inf", for numbers that JSON does not have."""
+    if isinstance(x, dict):
+        return {name: as_json(value) for name, value in x.items()}
+    return str(x) if isinstance(x, float) and not math.isfinite(x) else x
 
 
 def evaluate_texts(flags: Flags, scorer: Scorer, tokenizer: Tokenizer, console: Console) -> dict[str, Any]:

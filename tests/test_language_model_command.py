@@ -148,7 +148,9 @@ def test_a_run_can_be_evaluated_and_asked_for_text(run, text, capsys, tmp_path):
     assert language_model.main(["eval", str(run), "--best", *wanted]) == 2
     assert "length=64: the states of softmax attention hold max_length=16" in capsys.readouterr().err
     assert language_model.main(["eval", str(run), *wanted, "--length", "16"]) == 0
-    found = json.loads((tmp_path / "x.json").read_text())[str(text / "check.jsonl")]
+    saved = json.loads((tmp_path / "x.json").read_text())
+    assert (saved["run"], saved["best"], saved["limit"]) == (str(run), False, 2)
+    found = saved["results"][str(text / "check.jsonl")]
     assert (found["documents"], found["tokens"]) == (2, 80) and "check.jsonl" in capsys.readouterr().out
     (tmp_path / "blank.jsonl").write_text("\n")
     for flags, message in (

@@ -104,6 +104,11 @@ def test_the_state_alone(cell, heads, size):
 
 
 def test_chunks_that_decay_hides_are_skipped():
-    """Of those that leave less than e^-FAINT the nearest is passed; where it is not known what is left, all are."""
-    left = jnp.array([[[-90, -50, -41, -39], [-39, -2, -1, 0], [-np.inf] * 4, [np.nan] * 4]])
-    np.testing.assert_array_equal(segments._all_but_first(left), [[2, 0, 3, 0]])
+    """Of those of which less than e^-FAINT arrives the nearest is passed; where it is not known what does, all are.
+
+    In the last row an edit that lengthens stands between two decays, which both hide less than they do alone.
+    """
+    left = jnp.array([[[-40, -9, -2, -39], [-37, -1, -1, 0], [-np.inf] * 4, [np.nan] * 4, [-50, 45, -45, 0]]])
+    first, last = segments._hidden(left)
+    np.testing.assert_array_equal(first, [[2, 0, 3, 0, 0]])
+    np.testing.assert_array_equal(last, [[2, 0, 3, 0, 1]])

@@ -4,6 +4,7 @@ import itertools
 import json
 import os
 import select
+import shutil
 import signal
 import time
 from contextlib import nullcontext
@@ -116,6 +117,11 @@ def test_resume_without_the_metrics_of_the_checkpoint_is_refused(tmp_path):
     log = tmp_path / "run" / "metrics.jsonl"
     log.write_text("".join(log.read_text().splitlines(keepends=True)[3:]))
     with pytest.raises(RunFolderError, match="the loss of 9 steps of tiny, whose checkpoint is of step 12"):
+        train(tmp_path / "run", resume=True)
+    shutil.rmtree(tmp_path / "run" / "checkpoints")
+    with pytest.raises(
+        RunFolderError, match="has tiny up to step 12, and its checkpoints are gone; bring them back"
+    ):
         train(tmp_path / "run", resume=True)
 
 
@@ -357,7 +363,7 @@ def test_folder_in_use_or_holding_a_run_is_refused(tmp_path):
 def test_folder_that_holds_no_run_cannot_be_resumed(tmp_path):
     with pytest.raises(RunFolderError, match="no such folder"):
         RunFolder(tmp_path / "none", {}, resume=True)
-    with pytest.raises(RunFolderError, match="there is no config.json, so no run"):
+    with pytest.raises(RunFolderError, match=r"there is no config\.json, so no run"):
         RunFolder(tmp_path, {}, resume=True)
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(RunFolderError, match="damaged or was not written by eflax"):

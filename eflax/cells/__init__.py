@@ -38,13 +38,14 @@ coefficients and decay sums are float32, or float64 where any input is (which JA
   | "pallas_gpu" | kernels for Hopper GPUs | as chunkwise, C = 64 | T / C states (16-bit), T × C inverses |
   | "pallas_tpu" | kernels for TPUs from v4 on | as chunkwise, C = 64 | T / C states and T × C inverses, in q's dtype |
 
-  "pallas_gpu" needs q, k and v all in bfloat16 or all in float16, keys of at most 256 entries, and float32 states. It
-  is differentiable once, in reverse (no jvp). Up to 8 tokens it is one kernel, float32 too, which `step` uses as well
-  and which updates a donated state in place: for K a multiple of 32 and V of 16, and some more. selective_ssm's takes
-  inputs of any 16- or 32-bit dtype and N ≤ 64, and keeps a state for 16 tokens.
+  "pallas_gpu" needs q, k and v all in bfloat16 or all in float16, keys of at most 256 entries, and float32 states. Up
+  to 8 tokens it is one kernel, float32 too, which `step` uses as well and which updates a donated state in place: for K
+  a multiple of 32 and V of 16, and some more. selective_ssm's takes inputs of any 16- or 32-bit dtype and N ≤ 64, and
+  keeps a state for 16 tokens.
   "pallas_tpu" needs q, k and v all in bfloat16 or all in float32, keys and values of at most 256 entries, and float32
-  states; it is differentiable once, in reverse. Up to 8 tokens it is one kernel, as on GPUs, of states of any size.
-  selective_ssm's takes bfloat16 and float32 and N ≤ 256, and keeps a state for 64 tokens.
+  states. Up to 8 tokens it is one kernel, as on GPUs, of states of any size. selective_ssm's takes bfloat16 and float32
+  and N ≤ 256, and keeps a state for 64 tokens.
+  Both are differentiable once, in reverse. Where jvp or second derivatives are needed, ask for "chunkwise" by name.
 - `chunk_size` C of the chunkwise form: changes cost, not results.
 - `q = None` reads nothing out: o is None and only the final state is computed. A last read-out is then
   `cell.read(final_state, q_last)`.

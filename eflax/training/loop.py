@@ -111,13 +111,15 @@ class Trainer:
             Interrupted: `stop` was requested; a checkpoint was written.
             Diverged: a loss or gradient norm was NaN or infinite.
             CheckpointError: the newest checkpoint cannot be used.
-            RunFolderError: metrics.jsonl lacks steps that the newest checkpoint has behind it.
+            RunFolderError: metrics.jsonl lacks steps that the newest checkpoint has behind it, or has steps and there is
+                no checkpoint.
         """
         checkpoints = Checkpoints(self.folder.path / "checkpoints" / name, asynchronous=self.asynchronous)
         try:
             step = checkpoints.latest_step()
             if step is None:
                 step = 0
+                self._check_begins(name)
                 checkpoints.save(step, state, batches=batches.get_state())
             else:
                 state, meta = checkpoints.restore(state)
@@ -140,11 +142,21 @@ class Trainer:
         """Whether the state is looked at after this step, wherever a training was stopped and resumed."""
         return step % self.log_every == 0 or (validated and self._validates(step))
 
+    def _logged(self, name: str) -> list[int]:
+        records = self.folder.records() if self.folder.leads else []
+        return [record["step"] for record in records if record.get("run") == name and "time" in record]
+
+    def _check_begins(self, name: str) -> None:
+        if logged := self._logged(name):
+            raise RunFolderError(
+                f"{self.folder.path}: metrics.jsonl has {name} up to step {logged[-1]}, and its checkpoints are gone; "
+                f"bring them back, or take its lines out of metrics.jsonl to train it anew"
+            )
+
     def _check_history(self, name: str, step: int) -> None:
         if not self.folder.leads:
             return
-        records = [record for record in self.folder.records() if record.get("run") == name]
-        logged = [record["step"] for record in records if "time" in record and record["step"] <= step]
+        logged = [logged for logged in self._logged(name) if logged <= step]
         if logged != list(range(self.record_every, step + 1, self.record_every)):
             raise RunFolderError(
                 f"{self.folder.path}: metrics.jsonl has the loss of {len(logged)} steps of {name}, whose "
