@@ -107,6 +107,6 @@ class RecurrentMixer(nnx.Module):
                 chunk_size=self.chunk_size,
             )
         except UnsupportedForm as error:
-            way_out = f"build the layer with another, or set_form(None, {self.chunk_size})"
+            way_out = f"build the layer with another form or dtype, or set_form(None, {self.chunk_size})"
             raise UnsupportedForm(f"{type(self).__name__}'s argument {error}; {way_out}") from error
         return self.output(x, stream, o), MixerState(recurrent, tail, segment)

@@ -20,7 +20,7 @@ def check_inputs(q: Array | None, k: Array, v: Array, others: tuple[Array | None
             )
     if k.dtype not in dtypes:
         names = " or ".join(jnp.dtype(dtype).name for dtype in dtypes)
-        raise Unsupported(f"q, k and v are {k.dtype}; the kernels multiply {names}")
+        raise Unsupported(f"q, k and v are {k.dtype}; the kernels multiply {names}: cast them to that")
     if any(x is not None and x.dtype == jnp.float64 for x in others):
         raise Unsupported("a gate or the state is float64; the kernels keep the state in float32")
     if 0 in (v.shape[0], *v.shape[2:]):
