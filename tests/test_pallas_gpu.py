@@ -106,7 +106,7 @@ def test_the_state_alone(cell, heads, size):
 def test_chunks_that_decay_hides_are_skipped():
     """Of those of which less than e^-FAINT arrives the nearest is passed; where it is not known what does, all are.
 
-    In the last row an edit that lengthens stands between two decays, which both hide less than they do alone.
+    In the last row an edit that lengthens stands between two decays.
     """
     left = jnp.array([[[-40, -9, -2, -39], [-37, -1, -1, 0], [-np.inf] * 4, [np.nan] * 4, [-50, 45, -45, 0]]])
     first, last = segments._hidden(left)

@@ -58,22 +58,30 @@ def entering_states(
     left = jnp.log(gates[..., Gates.ENTRY, -1])  # of what enters a chunk [B · segments, HV, N]
     if growth is not None:
         left += growth.sum(-1)
-    after, until = lax.cumsum(left, 2, reverse=True), lax.cumsum(left, 2)
-    faint = after[..., 0] < -FAINT
+    faint = left.sum(2) < -FAINT
+    first, last = _hidden(left)
     moved = _transitions(k, inverse, gates, jnp.where(faint, plan.chunks, 0), plan)
-    added = forward(None, k, v, inverse, gates, None, plan, skip=_all_but_first(after)).final_state
+    added = forward(None, k, v, inverse, gates, None, plan, skip=first).final_state
     states = [state]
     for m, e in list(zip(_split(moved, plan), _split(added, plan), strict=True))[:-1]:
         states.append(_matmul(m, states[-1]) + e)
-    return _join(states), Passage(moved, _all_but_first(until))
+    return _join(states), Passage(moved, last)
 
 
-def _all_but_first(left: Array) -> Array:
-    """How many chunks [B, HV] need not be passed, given what is left [B, HV, N] of what stands before or behind each.
+def _hidden(left: Array) -> tuple[Array, Array]:
+    """How many chunks [B, HV] need not be passed: of the first ones on the way to the end, of the last ones back.
 
-    One that leaves less than e^-FAINT hides all on its other side, so that of these only the nearest is passed.
+    One that leaves less than e^-FAINT of what is beyond it hides all that, and only the nearest such is passed. Edits
+    may lengthen, so that more arrives from further away: a chunk is left out only with all that are beyond it.
+
+    Args:
+        left: of what is on one side of a chunk, how much arrives at its other side; logarithms [B, HV, N].
     """
-    return jnp.maximum(jnp.sum(left < -FAINT, -1, dtype=jnp.int32) - 1, 0)
+
+    def count(arriving: Array) -> Array:
+        return jnp.maximum(jnp.sum(lax.cummax(arriving, 2) < -FAINT, -1, dtype=jnp.int32) - 1, 0)
+
+    return count(lax.cumsum(left, 2, reverse=True)), count(lax.cumsum(left, 2)[..., ::-1])
 
 
 def leaving_gradients(
