@@ -151,7 +151,7 @@ def launches(key_dim: int, value_dim: int, features: str) -> Iterator[tuple[str,
     per_chunk = (BATCH, HEADS, TIME // CHUNK)
     gates = full(*per_chunk, plan.gate_rows, CHUNK)
     inverse = half(*per_chunk, CHUNK, CHUNK) if plan.erases else None
-    state, states = full(BATCH, HEADS, value_dim, key_dim), half(*per_chunk, value_dim, key_dim)
+    state, states = full(BATCH, HEADS, key_dim, value_dim), half(*per_chunk, value_dim, key_dim)
     if plan.erases:
         yield "solve", partial(solve, plan=plan), (k, gates)
     inputs = (k, k, v, inverse, gates, state)
