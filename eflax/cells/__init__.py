@@ -41,7 +41,8 @@ coefficients and decay sums are float32, or float64 where any input is (which JA
   "pallas_gpu" needs q, k and v all in bfloat16 or all in float16, keys of at most 256 entries, and float32 states. Up
   to 8 tokens it is one kernel, float32 too, which `step` uses as well and which updates a donated state in place: for K
   a multiple of 32 and V of 16, and some more. selective_ssm's takes inputs of any 16- or 32-bit dtype and N ≤ 64, and
-  keeps a state for 16 tokens.
+  keeps a state for 16 tokens. With float16, what is multiplied is float16 in the kernels, too: parts of states above
+  65,504 are infinite, and rows w v below 6e-5 (so EFLA's of keys longer than 100) lose digits.
   "pallas_tpu" needs q, k and v all in bfloat16 or all in float32, keys and values of at most 256 entries, and float32
   states. Up to 8 tokens it is one kernel, as on GPUs, of states of any size. selective_ssm's takes bfloat16 and float32
   and N ≤ 256, and keeps a state for 64 tokens.
@@ -54,7 +55,8 @@ coefficients and decay sums are float32, or float64 where any input is (which JA
 forms but `recurrent` also carry it past the end of its document, as zero times NaN is NaN; and those that mask a matrix
 of tokens carry it to *earlier* outputs: `chunkwise` to those of its chunk, `parallel` to all of its sequence.
 (`selective_ssm` has no such matrix, and its `pallas_tpu` stops at the document's end.) `pallas_tpu` works on
-heads in pairs, and carries it to the other of its pair.
+heads in pairs, and carries it to the other of its pair. `pallas_gpu` cuts long sequences of few heads into segments;
+past the end of one it carries nothing of which decay leaves less than e^−40, be it NaN.
 
 **Errors.** ValueError or TypeError naming the argument, before anything runs: ranks, sizes, head counts, dtypes,
 g > 0 (where its values are known: not under jit), an unknown variant. `UnsupportedForm`, a ValueError, where a form
