@@ -7,6 +7,7 @@ those of flash-linear-attention, where it is installed, in a process of its own 
 
 import csv
 import os
+import re
 import statistics
 import sys
 import time
@@ -24,6 +25,7 @@ import tyro
 from flax import nnx
 from tyro.conf import arg
 
+from eflax.cells import UnsupportedForm
 from eflax.models import LanguageModel, named_config
 from eflax.models.language_model import Remat
 from eflax.training.flops import count_parameters, peak_flops, training_flops_per_token
@@ -97,12 +99,24 @@ class Row:
 
 
 def main(flags: Flags) -> int:
-    """Measure all combinations; print a line for each, and write it, as soon as it is there."""
+    """Measure all combinations; print a line for each, and write it, as soon as it is there. 2 for unusable flags."""
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # peers need memory of the same GPU
     rows: list[Row] = []
+    try:
+        for name, shape in product(flags.model, flags.shape):
+            check_batch(sizes(shape)[0], 1, make_mesh())
+            build = builder(name, shape, "none", flags)
+            nnx.eval_shape(lambda build=build: build(rngs=nnx.Rngs(0)))
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
     for name, shape in product(flags.model, flags.shape):
         for remat in flags.remat:
-            add(rows, measure(name, shape, remat, flags), flags.out)
+            try:
+                row = measure(name, shape, remat, flags)
+            except UnsupportedForm as error:
+                row = Row(name, "", shape, remat, flags.form or "default", note=f"not run: {error}")
+            add(rows, row, flags.out)
             jax.clear_caches()
         best = max(
             (row.tokens_per_s or 0 for row in rows if (row.model, row.shape) == (name, shape)), default=0
@@ -128,7 +142,9 @@ def add(rows: list[Row], row: Row, out: Path | None) -> None:
 
 
 def sizes(shape: str) -> tuple[int, int]:
-    """Return sequences and tokens of a shape."""
+    """Return sequences and tokens of a shape. Raises ValueError."""
+    if not re.fullmatch(r"[1-9]\d*x[1-9]\d*", shape):
+        raise ValueError(f"--shape {shape}: must be SEQUENCESxTOKENS, as 16x2048")
     batch_size, length = (int(size) for size in shape.split("x"))
     return batch_size, length
 
@@ -224,4 +240,4 @@ def gibibytes(size: int | None) -> float | None:
 
 
 if __name__ == "__main__":
-    sys.exit(main(tyro.cli(Flags)))
+    sys.exit(main(tyro.cli(Flags, prog="python -m experiments.language_model_throughput")))

@@ -3,6 +3,7 @@
 import csv
 import re
 import sys
+from dataclasses import replace
 
 import jax.numpy as jnp
 import pytest
@@ -33,6 +34,25 @@ def test_ours_is_measured_and_a_missing_peer_is_told(tmp_path, monkeypatch, caps
     assert int(ours["tokens_per_s"]) == pytest.approx(32e3 / float(ours["ms"]), rel=0.01)
     assert (theirs["peer"], theirs["note"]) == ("fla", "not run: no_such_library not installed")
     assert "not run: no_such_library not installed" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("flags", "told"),
+    [
+        ({"shape": ("2by16",)}, "error: --shape 2by16: must be SEQUENCESxTOKENS"),
+        ({"model": ("efla-huge",)}, "efla-huge"),
+        ({"form": "cuda"}, "error: form='cuda' does not exist"),
+    ],
+)
+def test_flags_that_cannot_be_used_are_refused(flags, told, capsys):
+    assert main(replace(Flags(model=(MODEL,), shape=(SHAPE,)), **flags)) == 2
+    assert told in capsys.readouterr().err
+
+
+def test_a_form_that_cannot_serve_is_listed_with_its_reason(tmp_path):
+    flags = Flags(model=(MODEL,), shape=(SHAPE,), form="pallas_gpu", peer=(), out=tmp_path / "t.csv")
+    (row,) = table(flags)
+    assert "form='pallas_gpu' cannot serve: the kernels need a Hopper GPU" in row["note"] and "ms" not in row
 
 
 @pytest.fixture
