@@ -10,11 +10,13 @@ import numpy as np
 import oracle
 import pytest
 from budgets import BUDGETS, assert_close
+from flax import nnx
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from regimes import Shape
 
 from eflax import cells
+from eflax.models import LanguageModel, named_config
 from pallas_kernels.rank_one import gpu
 
 
@@ -57,6 +59,22 @@ def test_residuals_that_a_policy_saves_are_not_computed_again():
     with kernels.h200():
         assert kernels.kernels_in(slope(policy=save), inputs) == once
         assert kernels.kernels_in(slope(), inputs) == twice
+
+
+@pytest.mark.parametrize(("remat", "forward"), [("kernels", 1), ("products", 2)])
+def test_a_language_model_runs_the_kernels_again_where_it_is_asked_to(remat, forward):
+    config = named_config("efla-tiny", vocab_size=10, num_layers=1)
+    model = LanguageModel(config, dtype=jnp.bfloat16, remat=remat, rngs=nnx.Rngs(0))
+    graph, params, rest = nnx.split(model, nnx.Param, ...)
+
+    def loss(params):
+        logits, _ = nnx.merge(graph, params, rest)(jnp.zeros((1, 64), jnp.int32))
+        return jnp.sum(logits**2)
+
+    with kernels.h200():
+        counts = kernels.kernels_in(jax.grad(loss), params)
+    assert counts["rank_one_solve"] == counts["rank_one_forward"] == forward
+    assert sum(counts.values()) == 2 * forward + 2
 
 
 def test_documents_do_not_touch_each_other():

@@ -9,10 +9,11 @@ from flax import nnx
 from jax.core import Tracer
 from jaxtyping import Array, Float, Int
 
+from eflax.cells.forms.pallas import RESIDUALS
 from eflax.layers import LAYERS, Block, RMSNorm
 from eflax.models.configs import BlockConfig, LanguageModelConfig
 
-type Remat = Literal["none", "products", "block"]
+type Remat = Literal["none", "kernels", "products", "block"]
 REMAT: tuple[str, ...] = get_args(Remat.__value__)
 
 
@@ -30,8 +31,9 @@ class LanguageModel(nnx.Module):
         form: the form of every recurrent cell, None for the fastest that serves.
         chunk_size: tokens in a chunk, for the chunkwise forms.
         max_length: tokens that a state holds where a layer is softmax attention; no other layer has a limit.
-        remat: what the backward pass computes again: "none", everything but the matrix products with parameters
-            ("products"), or all of a block but its input ("block"). From fast to small.
+        remat: what the backward pass computes again: "none", everything but the matrix products with parameters and the
+            results of kernels of the cells ("kernels"), but these products ("products"), or all of a block but its
+            input ("block"). From fast to small.
         unroll: blocks of the loop that are compiled side by side; more is faster to run and slower to compile.
         rngs: the source of initial parameters.
     """
@@ -134,8 +136,10 @@ class LanguageModel(nnx.Module):
         """Return ``function`` with what its backward pass computes again, as ``remat`` says."""
         if self.remat == "none":
             return function
-        products = jax.checkpoint_policies.dots_with_no_batch_dims_saveable
-        policy = products if self.remat == "products" else None
+        policies = jax.checkpoint_policies
+        products = policies.dots_with_no_batch_dims_saveable
+        kernels = policies.save_from_both_policies(products, policies.save_only_these_names(*RESIDUALS))
+        policy = {"kernels": kernels, "products": products, "block": None}[self.remat]
         # In a loop nothing can be merged with the forward pass, so no barrier against that is needed.
         return jax.checkpoint(function, policy=policy, prevent_cse=False)
 

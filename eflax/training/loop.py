@@ -111,8 +111,8 @@ class Trainer:
             Interrupted: `stop` was requested; a checkpoint was written.
             Diverged: a loss or gradient norm was NaN or infinite.
             CheckpointError: the newest checkpoint cannot be used.
-            RunFolderError: metrics.jsonl lacks steps that the newest checkpoint has behind it, or has steps and there is
-                no checkpoint.
+            RunFolderError: metrics.jsonl lacks steps that the newest checkpoint has behind it, or has steps, and there
+                is no checkpoint.
         """
         checkpoints = Checkpoints(self.folder.path / "checkpoints" / name, asynchronous=self.asynchronous)
         try:

@@ -32,8 +32,8 @@ from pallas_kernels.rank_one.solve_sm90 import solve
 
 DTYPES = (jnp.bfloat16, jnp.float16)
 LARGEST_KEY = 256
-# Names for policies of jax.checkpoint.
-RESIDUALS = tuple(f"rank_one_{name}" for name in ("gates", "inverse", "passage", "states", "rows"))
+# Names for policies of jax.checkpoint: what the backward pass reads, and the outputs, which code after them reads.
+RESIDUALS = tuple(f"rank_one_{name}" for name in ("gates", "inverse", "passage", "states", "rows", "outputs"))
 
 
 def check(q: Array | None, k: Array, v: Array, *others: Array | None) -> None:
@@ -163,11 +163,9 @@ def _evaluate_forward(plan, q, k, v, erase, write, log_decay, restart, state):
     gates, inverse, growth = _prepare(plan, k, erase, write, log_decay, restart)
     state, passage = entering_states(k, v, inverse, growth, gates, state, plan.staged())
     results = forward(q, k, v, inverse, gates, state, plan.staged(residuals=True), residuals=True)
-    kept = (gates, inverse, passage, results.states, results.rows)
-    kept = tuple(
-        x if x is None else checkpoint_name(x, name) for x, name in zip(kept, RESIDUALS, strict=True)
-    )
     outputs = results.o, last_segment(results.final_state, plan)
+    kept = (gates, inverse, passage, results.states, results.rows, outputs)
+    *kept, outputs = (checkpoint_name(x, name) for x, name in zip(kept, RESIDUALS, strict=True))
     return outputs, (q, k, v, write, log_decay, restart, *kept)
 
 

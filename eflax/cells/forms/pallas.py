@@ -13,6 +13,7 @@ from eflax.cells.checks import UnsupportedForm
 from eflax.cells.forms.edits import Coefficients
 from pallas_kernels.device import Unsupported, interpretation
 from pallas_kernels.rank_one import decode, gpu, tpu
+from pallas_kernels.selective_scan import inputs as scan_inputs
 
 # Axes of a mesh, by what they cut, as in eflax.training.sharding.
 type Cut = tuple[str | None, ...]
@@ -69,6 +70,10 @@ DECODE_KERNELS = {  # a few tokens; their checks take the number of tokens first
     )
     for platform in ("gpu", "tpu")
 }
+
+
+# What kernels leave, and their results, by the names that policies of jax.checkpoint know.
+RESIDUALS = tuple(dict.fromkeys((*gpu.RESIDUALS, *tpu.RESIDUALS, *scan_inputs.RESIDUALS)))
 
 
 def serving(kernels: dict[str, Kernels], *inputs: Any) -> str | None:
