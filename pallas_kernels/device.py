@@ -9,7 +9,7 @@ import jax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.experimental.pallas import tpu as pltpu
 
-HOPPER = ("H100", "H200", "H800", "H20", "GH200")
+HOPPER = ("H100", "H200", "H800", "H20", "GH200")  # how a word of the device's name begins, as in "NVIDIA H20-3e"
 
 # The platform whose kernels are interpreted, and the interpreter's parameters.
 _interpretation: ContextVar[tuple[str, Any] | None] = ContextVar("interpretation", default=None)
@@ -57,8 +57,7 @@ def device_kind() -> str:
 
 def is_hopper() -> bool:
     """Whether programs are for a Hopper GPU (compute capability 9.0)."""
-    kind = device_kind().split()
-    return any(name in HOPPER for name in kind)
+    return any(word.startswith(HOPPER) for word in device_kind().split())
 
 
 def check_hopper() -> None:

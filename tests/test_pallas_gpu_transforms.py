@@ -17,6 +17,7 @@ from regimes import Shape
 
 from eflax import cells
 from eflax.models import LanguageModel, named_config
+from pallas_kernels import device
 from pallas_kernels.rank_one import gpu
 
 
@@ -136,6 +137,21 @@ def test_what_the_kernels_cannot_serve_is_refused(change, reason):
         with pytest.raises(cells.UnsupportedForm, match=f"form='pallas_gpu' cannot serve: {reason}"):
             harness.call("efla", inputs, form="pallas_gpu")
         assert not kernels.kernels_in(lambda x: harness.call("efla", x), inputs)  # form=None picks another
+
+
+@pytest.mark.parametrize(
+    ("kind", "is_one"),
+    [
+        ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", True),
+        ("NVIDIA H20-3e", True),
+        ("NVIDIA GH200 480GB", True),
+        ("NVIDIA A100-SXM4-80GB", False),
+        ("NVIDIA GB200", False),
+    ],
+)
+def test_hopper_gpus_are_known_by_their_names(kind, is_one):
+    with mock.patch.object(device, "device_kind", lambda: kind):
+        assert device.is_hopper() == is_one
 
 
 def test_a_machine_without_a_hopper_gpu_is_refused():
