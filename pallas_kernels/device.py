@@ -9,7 +9,8 @@ import jax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.experimental.pallas import tpu as pltpu
 
-HOPPER = ("H100", "H200", "H800", "H20", "GH200")  # how a word of the device's name begins, as in "NVIDIA H20-3e"
+# How a word of the device's name begins, as in "NVIDIA H20-3e".
+HOPPER = ("H100", "H200", "H800", "H20", "GH200")
 
 # The platform whose kernels are interpreted, and the interpreter's parameters.
 _interpretation: ContextVar[tuple[str, Any] | None] = ContextVar("interpretation", default=None)
