@@ -33,7 +33,8 @@ class Mamba2(HeadMixer):
         form: the form of the cell, None for the fastest that serves. Whether one given by name serves is seen at the
             first call, see ``set_form``.
         chunk_size: tokens in a chunk, for the chunkwise forms.
-        dtype: of matrix products and activations. Gates, norms and states are float32 always.
+        dtype: of matrix products and activations. Gates, norms and states are float32 always. On a Hopper GPU kernels
+            need bfloat16 or float16.
         param_dtype: of the projections and the convolution.
         rngs: the source of initial parameters.
     """
