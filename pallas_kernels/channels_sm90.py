@@ -8,6 +8,8 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels.mosaic import run_kernel
+
 # Threads write and read for themselves from token to token; where they do not, the kernels say `commit_smem`.
 PARAMETERS = plgpu.CompilerParams(
     approx_math=True, unsafe_no_auto_barriers=True, lowering_semantics=plgpu.LoweringSemantics.Lane
@@ -36,15 +38,16 @@ def launch(
         made = dict(zip(outputs, refs[len(inputs) :], strict=True))
         pl.run_scoped(lambda s: work(given, made, s, plan), scratch)
 
-    results = plgpu.kernel(
+    results = run_kernel(
         body,
+        *inputs.values(),
+        name=name,
         out_type=tuple(outputs.values()),
         grid=(width // plan.channels, batch * segments),
         grid_names=("d", "b"),
         interpret=plan.interpret,
         compiler_params=PARAMETERS,
-        kernel_name=name,
-    )(*inputs.values())
+    )
     return dict(zip(outputs, results, strict=True))
 
 

@@ -14,6 +14,12 @@ TILE = 64  # rows of a warpgroup's accumulator
 APPROXIMATE = plgpu.CompilerParams(approx_math=True)  # exp by the machine's own, to 2 units in the last place
 
 
+def run_kernel(body: Callable[..., None], *inputs: Array, name: str, **options: Any) -> Any:
+    """Launch a kernel, of 32-bit numbers also where JAX has 64-bit ones: indices and counts are int32."""
+    with jax.enable_x64(False):
+        return plgpu.kernel(body, kernel_name=name, **options)(*inputs)
+
+
 def tiled(*shape: int, dtype: Any) -> Any:
     """A shared-memory buffer that TMA writes and wgmma reads."""
     swizzle = plgpu.find_swizzle(shape[-1] * jnp.dtype(dtype).itemsize * 8)

@@ -19,6 +19,7 @@ from eflax import cells
 from eflax.models import LanguageModel, named_config
 from pallas_kernels import device
 from pallas_kernels.rank_one import gpu
+from pallas_kernels.short_convolution.gpu import short_convolution as convolution
 
 
 @pytest.mark.parametrize("shared", [(), ("q", "k", "v", "beta", "g")], ids=["all", "initial_state"])
@@ -119,6 +120,26 @@ def test_calls_of_one_shape_are_traced_once():
             ids = jnp.broadcast_to(jnp.arange(shape[1]) >= edge, shape).astype(jnp.int32)
             jax.block_until_ready(harness.call("ssd", inputs, ids, form="pallas_gpu"))
     assert traced.call_count == 1
+
+
+def test_kernels_count_in_32_bits_where_jax_has_64(float64):
+    """Traced, in segments, with a scale that is an array of another dtype; the interpreter does not run then."""
+    inputs, weights = kernels.problem("gated_delta_rule", shape=Shape(T=190, B=1, H=1, HV=1, K=64, V=128))
+    ids, scale = jnp.zeros((1, 190), jnp.int32), jnp.bfloat16(0.5)
+
+    def loss(inputs):
+        result = harness.call("gated_delta_rule", inputs, ids, form="pallas_gpu", scale=scale)
+        return harness.weighted_sum(result, weights)
+
+    x, kernel, tail = (jnp.ones((*lead, 128), jnp.bfloat16) for lead in ((1, 16), (4,), (1, 3)))
+
+    def convolve(x):
+        return jnp.sum(convolution(x, tail, kernel.astype(jnp.float32), None, ids[:, :16]) ** 2)
+
+    with kernels.h200(), mock.patch.object(gpu, "choose_segments", lambda *sizes: 2):
+        assert kernels.kernels_in(jax.grad(loss), inputs)["rank_one_forward"] == 3
+        text = jax.jit(jax.grad(convolve)).trace(x).lower(lowering_platforms=("cuda",)).as_text()
+    assert text.count("@mosaic_gpu_v2") == 2
 
 
 @pytest.mark.parametrize(

@@ -60,7 +60,7 @@ def entering_states(
         left += growth.sum(-1)
     faint = left.sum(2) < -FAINT
     first, last = _hidden(left)
-    moved = _transitions(k, inverse, gates, jnp.where(faint, plan.chunks, 0), plan)
+    moved = _transitions(k, inverse, gates, jnp.where(faint, jnp.int32(plan.chunks), 0), plan)
     added = forward(None, k, v, inverse, gates, None, plan, skip=first).final_state
     states = [state]
     for m, e in list(zip(_split(moved, plan), _split(added, plan), strict=True))[:-1]:

@@ -9,7 +9,7 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.mosaic import APPROXIMATE, MatrixUnit, Zero, columns, index, rows, tiled
+from pallas_kernels.mosaic import APPROXIMATE, MatrixUnit, Zero, columns, index, rows, run_kernel, tiled
 from pallas_kernels.rank_one.layout import CHUNK, MULTIPROCESSORS, Gates, Plan
 
 BLOCK = 16  # rows of a block on the diagonal: the inner size of one wgmma
@@ -103,8 +103,11 @@ def solve(k: Array, gates: Array, plan: Plan) -> tuple[Array, Array | None]:
         scratch["staging"] = {
             size: tiled(workers, CHUNK, size, dtype=jnp.float16) for size in (CHUNK, 2 * BLOCK)
         }
-    inverse, *growth = plgpu.kernel(
+    inverse, *growth = run_kernel(
         lambda *refs: pl.run_scoped(partial(body, *refs), scratch, collective_axes="wg"),
+        k,
+        gates,
+        name="rank_one_solve",
         out_type=outputs,
         grid=(blocks,),
         grid_names=("block",),
@@ -112,8 +115,7 @@ def solve(k: Array, gates: Array, plan: Plan) -> tuple[Array, Array | None]:
         thread_name="wg",
         interpret=plan.interpret,
         compiler_params=APPROXIMATE,
-        kernel_name="rank_one_solve",
-    )(k, gates)
+    )
     return inverse, growth[0] if growth else None
 
 

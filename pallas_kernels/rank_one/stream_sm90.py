@@ -14,7 +14,7 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.mosaic import APPROXIMATE, MatrixUnit, Zero, tiled
+from pallas_kernels.mosaic import APPROXIMATE, MatrixUnit, Zero, run_kernel, tiled
 from pallas_kernels.rank_one.layout import CHUNK, COLUMNS, Plan
 
 Refs = dict[str, Any]
@@ -85,8 +85,10 @@ def launch(
         made = dict(zip(outputs, refs[len(inputs) :], strict=True))
         pl.run_scoped(partial(run, given, made), scratch, collective_axes="wg")
 
-    results = plgpu.kernel(
+    results = run_kernel(
         body,
+        *inputs.values(),
+        name=name,
         out_type=tuple(outputs.values()),
         grid=tuple(grid.values()),
         grid_names=tuple(grid),
@@ -94,8 +96,7 @@ def launch(
         thread_name="wg",
         interpret=plan.interpret,
         compiler_params=APPROXIMATE,
-        kernel_name=name,
-    )(*inputs.values())
+    )
     return dict(zip(outputs, results, strict=True))
 
 

@@ -6,6 +6,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 from jax import Array
 from jax.sharding import AxisType, PartitionSpec
 
@@ -96,7 +97,8 @@ def evaluate(
     Under `jax.set_mesh` each device works on its sequences and heads, see `on_mesh`.
     """
     if not isinstance(scale, float):
-        q = None if q is None else (q.astype(initial_state.dtype) * scale).astype(q.dtype)
+        wide = initial_state.dtype
+        q = None if q is None else (q.astype(wide) * jnp.asarray(scale).astype(wide)).astype(q.dtype)
         scale = 1.0
 
     def run(q, k, v, coefficients, restart, state):
