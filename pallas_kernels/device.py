@@ -51,9 +51,11 @@ def interpretation(platform: str = "gpu") -> Any:
 
 
 def device_kind() -> str:
-    """The kind of device that programs are for: of the abstract mesh, if it names one, else of the first device."""
-    abstract = jax.sharding.get_abstract_mesh().abstract_device
-    return abstract.device_kind if abstract is not None else jax.devices()[0].device_kind
+    """The kind of device that programs are for: of the abstract mesh, if it names one, else of the default device."""
+    abstract, chosen = jax.sharding.get_abstract_mesh().abstract_device, jax.config.jax_default_device
+    if abstract is not None:
+        return abstract.device_kind
+    return chosen.device_kind if isinstance(chosen, jax.Device) else jax.devices(chosen)[0].device_kind
 
 
 def is_hopper() -> bool:

@@ -175,6 +175,16 @@ def test_hopper_gpus_are_known_by_their_names(kind, is_one):
         assert device.is_hopper() == is_one
 
 
+def test_programs_are_for_the_default_device():
+    """On a machine with a Hopper GPU, too."""
+    (cpu, *_), gpus = jax.devices(), [mock.Mock(device_kind="NVIDIA H200")]
+    with mock.patch.object(jax, "devices", lambda platform=None: [cpu] if platform == "cpu" else gpus):
+        assert device.is_hopper()
+        for chosen in (cpu, "cpu"):
+            with jax.default_device(chosen):
+                assert not device.is_hopper()
+
+
 def test_a_machine_without_a_hopper_gpu_is_refused():
     inputs, _ = kernels.problem("efla")
     with pytest.raises(cells.UnsupportedForm, match=r"need a Hopper GPU.* this is 'cpu'"):
