@@ -46,7 +46,7 @@ def _launch(task: Task, *arrays: Array) -> tuple[Array, ...]:
     def body(*refs):
         task.kernel(dict(zip(names, refs, strict=False)), *refs[len(names) :])
 
-    results = pl.pallas_call(
+    call = pl.pallas_call(
         body,
         grid=(batch, *task.grid),
         in_specs=[known[kind].block for _, kind in task.inputs],
@@ -58,5 +58,7 @@ def _launch(task: Task, *arrays: Array) -> tuple[Array, ...]:
         ),
         interpret=task.interpret,
         name=task.name,
-    )(*arrays)
+    )
+    with jax.enable_x64(False):  # indices and counts are int32, also where JAX has 64-bit types
+        results = call(*arrays)
     return tuple(results)

@@ -195,6 +195,19 @@ def test_kernels_are_lowered_for_tpus(kind, cell, dtype, shape, packed):
             assert "rank_one_forward_tpu" in text and "rank_one_backward_tpu" in text
 
 
+@pytest.mark.parametrize("cell", ["gated_delta_rule", "selective_ssm"])
+def test_kernels_count_in_32_bits_where_jax_has_64(float64, cell):
+    inputs, weights = kernels.problem(cell, shape=Shape(T=40, B=1, H=1, HV=1, K=16, V=64))
+    ids = jnp.zeros((1, 40), jnp.int32)
+
+    def loss(inputs):
+        return harness.weighted_sum(harness.call(cell, inputs, ids, form=FORM), weights)
+
+    with tpu():
+        text = jax.jit(jax.grad(loss)).trace(inputs).lower(lowering_platforms=("tpu",)).as_text()
+    assert text.count("tpu_custom_call") == 2
+
+
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
