@@ -48,9 +48,9 @@ coefficients and decay sums are float32, or float64 where any input is (which JA
   and N ≤ 256, and keeps a state for 64 tokens.
   Both are differentiable once, in reverse. Where jvp or second derivatives are needed, ask for "chunkwise" by name.
   Give "pallas_gpu" many sequences on the batch axis rather than by vmap: into how many parts it cuts each of them, to
-  fill the card, it chooses without knowing of vmap. Under jax.checkpoint no kernel runs twice if the policy keeps their
-  residuals, as does `jax.checkpoint_policies.save_only_these_names(*RESIDUALS)` with RESIDUALS from
-  `eflax.cells.forms.pallas`.
+  fill the card, it chooses without knowing of vmap. Under jax.checkpoint no kernel for more than 8 tokens runs twice if
+  the policy keeps their residuals, as does `jax.checkpoint_policies.save_only_these_names(*RESIDUALS)` with RESIDUALS
+  from `eflax.cells.forms.pallas`.
 - `chunk_size` C of the chunkwise form: changes cost, not results.
 - `q = None` reads nothing out: o is None and only the final state is computed. A last read-out is then
   `cell.read(final_state, q_last)`.
