@@ -15,9 +15,13 @@ APPROXIMATE = plgpu.CompilerParams(approx_math=True)  # exp by the machine's own
 
 
 def run_kernel(body: Callable[..., None], *inputs: Array, name: str, **options: Any) -> Any:
-    """Launch a kernel, of 32-bit numbers also where JAX has 64-bit ones: indices and counts are int32."""
-    with jax.enable_x64(False):
-        return plgpu.kernel(body, kernel_name=name, **options)(*inputs)
+    """Launch a kernel, of 32-bit numbers also where JAX has 64-bit types: indices and counts are int32."""
+
+    def traced(*refs: Any) -> None:  # again under vmap
+        with jax.enable_x64(False):
+            body(*refs)
+
+    return plgpu.kernel(traced, kernel_name=name, **options)(*inputs)
 
 
 def tiled(*shape: int, dtype: Any) -> Any:

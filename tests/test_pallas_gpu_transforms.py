@@ -138,6 +138,7 @@ def test_kernels_count_in_32_bits_where_jax_has_64(float64):
 
     with kernels.h200(), mock.patch.object(gpu, "choose_segments", lambda *sizes: 2):
         assert kernels.kernels_in(jax.grad(loss), inputs)["rank_one_forward"] == 3
+        assert kernels.kernels_in(jax.vmap(loss), jax.tree.map(lambda x: x[None], inputs))
         text = jax.jit(jax.grad(convolve)).trace(x).lower(lowering_platforms=("cuda",)).as_text()
     assert text.count("@mosaic_gpu_v2") == 2
 
