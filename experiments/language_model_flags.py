@@ -155,7 +155,9 @@ class Flags:
     chunk_size: Number = 64
 
     # What the backward pass computes again, from fast to small.
-    remat: Annotated[Remat | None, arg(metavar="{none,kernels,products,block}", help_behavior_hint=BY_PRESET)] = None
+    remat: Annotated[
+        Remat | None, arg(metavar="{none,kernels,products,block}", help_behavior_hint=BY_PRESET)
+    ] = None
 
     # Layers compiled side by side.
     unroll: Number = 1

@@ -43,7 +43,7 @@ SHAPES = {"cpu": ("128x784x1x64", "1x4096x4x64"), "gpu": ("8x4096x16x128", "1x65
 WRONG = "WRONG"
 MAX_SEED = 2**32 - 1  # of jax.random, which takes larger ones modulo 2**32
 
-Task = Literal["forward", "gradient", "state-gradient"]
+Task = Literal["forward", "gradient", "state-gradient", "full-gradient"]
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ class Flags:
     # BxTxHxK or BxTxHxKxV (for selective_ssm H·V channels with K state entries); by default by platform.
     shape: Annotated[tuple[str, ...], arg(metavar="SHAPE ...", help_behavior_hint="")] = ()
 
-    # What is timed: outputs, or gradients of a weighted sum of the outputs, or of the final state alone.
+    # What is timed: outputs, or gradients of a weighted sum of the outputs, of the final state alone, or of both.
     task: tuple[Task, ...] = ("forward", "gradient", "state-gradient")
 
     # Dtype of q, k, v (gates are float32).

@@ -79,7 +79,7 @@ def make_inputs(name: str, shape: Shape, dtype: jnp.dtype, seed: int) -> dict[st
 
 
 def task_function(name: str, task: str, form: str, chunk_size: int) -> Callable[..., PyTree]:
-    """What a task computes from inputs and weights: outputs, or gradients of Σ weights · outputs or final state."""
+    """What a task computes from inputs and weights: outputs, or gradients of weighted outputs, final state or both."""
 
     def evaluate(inputs: dict[str, Array]) -> tuple[Array, PyTree]:
         cell: Any = CELLS[name]
@@ -141,4 +141,4 @@ def _by_task(task: str, evaluate: Callable[[dict[str, Array]], tuple[Any, PyTree
 
 
 def _weighted(task: str, results: tuple[Any, PyTree]) -> PyTree:
-    return results[0] if task == "gradient" else results[1]
+    return {"gradient": results[0], "state-gradient": results[1], "full-gradient": results}[task]

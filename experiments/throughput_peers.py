@@ -123,14 +123,14 @@ def prepare(
         o, state = peer(**tensors)
         if task == "forward":
             return o.detach().float().cpu().numpy() if fetch else None
-        weighted = o if task == "gradient" else state
-        needed = [x for argument, x in tensors.items() if task == "gradient" or argument != "q"]
-        grads = torch.autograd.grad(weighted, needed, *cotangents)
+        weighted = {"gradient": [o], "state-gradient": [state], "full-gradient": [o, state]}[task]
+        needed = [x for argument, x in tensors.items() if task != "state-gradient" or argument != "q"]
+        grads = torch.autograd.grad(weighted, needed, cotangents)
         if not fetch:
             return None
         arrays = iter(grad.float().cpu().numpy() for grad in grads)
         zero = np.zeros(inputs["q"].shape, np.float32)
-        return {name: zero if task != "gradient" and name == "q" else next(arrays) for name in tensors}
+        return {name: zero if task == "state-gradient" and name == "q" else next(arrays) for name in tensors}
 
     return run, lambda _: torch.cuda.synchronize() if device == "cuda" else None
 

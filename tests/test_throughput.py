@@ -31,10 +31,11 @@ def test_a_row_for_each_form_and_task(tmp_path):
         "--chunk-size",
         "8",
     )
-    code, rows = run(tmp_path, *flags, "--task", "forward", "state-gradient")
+    tasks = ("forward", "state-gradient", "full-gradient")
+    code, rows = run(tmp_path, *flags, "--task", *tasks)
     assert code == 0
     assert [(row["form"], row["task"]) for row in rows] == [
-        (form, task) for task in ("forward", "state-gradient") for form in ("recurrent", "chunkwise")
+        (form, task) for task in tasks for form in ("recurrent", "chunkwise")
     ]
     for row in rows:
         assert float(row["error"]) <= 1e-4
