@@ -176,6 +176,15 @@ def test_hopper_gpus_are_known_by_their_names(kind, is_one):
         assert device.is_hopper() == is_one
 
 
+@pytest.mark.parametrize(("cell", "name"), [("gated_delta_rule", "g"), ("selective_ssm", "dt")])
+def test_what_numpy_holds_in_64_bits_is_no_reason_to_refuse(without_shape_checks, cell, name):
+    """JAX makes 32 bits of it."""
+    inputs, _ = kernels.problem(cell)
+    inputs[name] = np.asarray(inputs[name], np.float64)
+    with kernels.h200():
+        assert kernels.kernels_in(lambda: harness.call(cell, inputs))
+
+
 def test_programs_are_for_the_default_device():
     """On a machine with a Hopper GPU, too."""
     (cpu, *_), gpus = jax.devices(), [mock.Mock(device_kind="NVIDIA H200")]

@@ -92,6 +92,7 @@ class RankOneCell[State]:
             self._check_state(axes, "initial_state", initial_state)
         checks.check_count("chunk_size", chunk_size)
         self._check_options(scale, **options)
+        q, k, v, gates, initial_state = on_device(q, k, v, gates, initial_state)
         state = () if initial_state is None else jax.tree.leaves(initial_state)
         form = self._choose_form(form, q, k, v, *gates, *state, **options)
         options = tuple(options.items())

@@ -86,6 +86,7 @@ class SelectiveSSM:
         if initial_state is not None:
             axes.bind("initial_state", initial_state, "B D N")
         checks.check_count("chunk_size", chunk_size)
+        x, dt, A, B, C, initial_state = on_device(x, dt, A, B, C, initial_state)
         form = self._choose_form(form, x, dt, A, B, C, initial_state)
         kernels = pallas.Context.of(1.0) if form in KERNELS else None
         return _run(x, dt, A, B, C, initial_state, segment_ids, form, chunk_size, kernels)
