@@ -16,6 +16,7 @@ from jax.sharding import PartitionSpec as P
 from regimes import Shape
 
 from eflax import cells
+from eflax.layers import DeltaNet
 from eflax.models import LanguageModel, named_config
 from pallas_kernels import device
 from pallas_kernels.rank_one import gpu
@@ -61,6 +62,22 @@ def test_residuals_that_a_policy_saves_are_not_computed_again():
     with kernels.h200():
         assert kernels.kernels_in(slope(policy=save), inputs) == once
         assert kernels.kernels_in(slope(), inputs) == twice
+
+
+@pytest.mark.parametrize(
+    ("options", "tokens", "kernel"),
+    [
+        ({}, 9, "rank_one_forward"),
+        ({"allow_negative_eigenvalues": True}, 9, None),
+        ({"allow_negative_eigenvalues": True}, 8, "rank_one_decode"),
+        ({"allow_negative_eigenvalues": True, "form": "pallas_gpu"}, 9, "rank_one_forward"),
+    ],
+)
+def test_negative_eigenvalues_take_kernels_only_by_name(options, tokens, kernel):
+    layer = DeltaNet(128, num_heads=2, dtype=jnp.bfloat16, rngs=nnx.Rngs(0), **options)
+    with kernels.h200():
+        found = kernels.kernels_in(layer, jnp.ones((1, tokens, 128), jnp.bfloat16))
+    assert kernel in found if kernel else not found
 
 
 @pytest.mark.parametrize(("remat", "forward"), [("kernels", 1), ("products", 2)])

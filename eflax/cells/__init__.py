@@ -52,8 +52,8 @@ coefficients and decay sums are float32, or float64 where any input is (which JA
   the policy keeps their residuals, as does `jax.checkpoint_policies.save_only_these_names(*RESIDUALS)` with RESIDUALS
   from `eflax.cells.forms.pallas`.
   In 16 bits both lose digits where edits turn round what they meet (a λ from 1 to 2: negative eigenvalues) and one key
-  comes again and again: outputs are off by 2 % at a λ = 1.5 and by up to 20 % at 1.9, those of "chunkwise" by 0.2 % on
-  a CPU.
+  comes again and again: over 130 tokens outputs are off by 2 % at a λ = 1.5, by up to 20 % at 1.9, and at 2 by 24 %
+  ("pallas_tpu") or more than they are worth ("pallas_gpu"), those of "chunkwise" by 0.2 % on a CPU.
 - `chunk_size` C of the chunkwise form: changes cost, not results.
 - `q = None` reads nothing out: o is None and only the final state is computed. A last read-out is then
   `cell.read(final_state, q_last)`.

@@ -19,6 +19,7 @@ from jaxtyping import Array, Float
 
 from eflax import cells
 from eflax.cells.checks import check_count
+from eflax.cells.numerics import LOW_PRECISION
 from eflax.layers.convolution import ShortConvolution
 from eflax.layers.mixer import RecurrentMixer
 from eflax.layers.parts import (
@@ -30,6 +31,8 @@ from eflax.layers.parts import (
     linear,
 )
 from eflax.layers.state import check_counts, check_divides
+from pallas_kernels.device import is_hopper
+from pallas_kernels.rank_one.decode import LONGEST
 
 
 def identity(x: Float[Array, "..."]) -> Float[Array, "..."]:
@@ -46,7 +49,8 @@ class HeadMixer(RecurrentMixer):
         num_value_heads: heads HV of values, a multiple of H; H by default. Value heads share a key head.
         head_dim: K, the size of keys and queries; width / num_heads by default.
         expand_v: the size of values is V = expand_v · K; None is the default of the class.
-        allow_negative_eigenvalues: beta in (0, 2) instead of (0, 1): delta-rule cells may flip a direction.
+        allow_negative_eigenvalues: beta in (0, 2) instead of (0, 1): delta-rule cells may flip a direction. On a Hopper
+            GPU, form=None then is "chunkwise" in 16 bits, see `form_for`; "pallas_gpu" by name is faster.
         variant: the form of the cell, of GatedEFLA only: "published", "log_rate" or "decay_first".
         order: terms kept of the series of the cell's step, of EFLA only; None is the exact step. A few terms are
             stable for short keys only (with order=1, DeltaNet's step, for beta · |k|² < 2).
@@ -171,6 +175,15 @@ class HeadMixer(RecurrentMixer):
     def init_recurrent(self, batch_size: int) -> Array | tuple[Array, ...]:
         """Return the initial state of the cell, [B, HV, K, V] float32."""
         return self.cell.init_state(batch_size, self.num_value_heads, self.key_dim, self.value_dim)
+
+    def form_for(self, x: Float[Array, "B T D"]) -> str | None:
+        """Return the layer's form; where it has none, "chunkwise" for what 16-bit kernels of a GPU would spoil.
+
+        That is a key that comes again and again while edits turn round what they meet: the inverse that the kernels
+        keep in 16 bits then sums up rounding errors to the size of the outputs.
+        """
+        spoilt = self.max_beta > 1.0 and jnp.dtype(self.dtype) in LOW_PRECISION and x.shape[1] > LONGEST
+        return "chunkwise" if self.form is None and spoilt and is_hopper() else self.form
 
     def stream(self, x: Float[Array, "B T D"]) -> Float[Array, "B T S"]:
         """Project x to q, k and v side by side."""

@@ -39,6 +39,11 @@ class RecurrentMixer(nnx.Module):
         check_count("chunk_size", chunk_size)
         self.form, self.chunk_size = form, chunk_size
 
+    def form_for(self, x: Float[Array, "B T D"]) -> str | None:
+        """Return the form of the cell for such an input; None leaves it to the cell."""
+        del x
+        return self.form
+
     def stream(self, x: Float[Array, "B T D"]) -> Float[Array, "B T S"]:
         """Project x to the channels of the short convolution."""
         raise NotImplementedError
@@ -103,7 +108,7 @@ class RecurrentMixer(nnx.Module):
                 **self.cell_options(),
                 initial_state=restart(state.recurrent, documents),
                 segment_ids=documents,
-                form=self.form,
+                form=self.form_for(x),
                 chunk_size=self.chunk_size,
             )
         except UnsupportedForm as error:

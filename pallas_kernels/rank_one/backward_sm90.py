@@ -9,7 +9,8 @@ that reads with a e^c, and the key that writes with e^{−c}; so that with dk = 
 
     dc = rowsum(q ⊙ dq) + a rowsum(k ⊙ u) − rowsum(k ⊙ w),   da = rowsum(k ⊙ u),
 
-and the last c of a chunk has, besides, the product of the state that leaves it with that state's gradient.
+and the last c of a chunk has, besides, the product of the state that leaves it with that state's gradient. These sums
+nearly cancel where decay has left nothing to pass on, and leave there what 16 bits lose: some 0.3 % of other dc.
 """
 
 import jax
