@@ -1,5 +1,6 @@
-"""Calls of the decode, scan and convolution kernels to compile: which, the function, and its arguments' shapes."""
+"""Calls of the GPU kernels, to compile or to time: which, the function, and its arguments' shapes."""
 
+import dataclasses
 import itertools
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -8,7 +9,15 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.rank_one.backward_chunks_sm90 import backward_chunks
+from pallas_kernels.rank_one.backward_sm90 import backward
+from pallas_kernels.rank_one.backward_states_sm90 import backward_states
 from pallas_kernels.rank_one.decode_sm90 import choose_tile, decode
+from pallas_kernels.rank_one.forward_sm90 import forward
+from pallas_kernels.rank_one.gpu import make_plan
+from pallas_kernels.rank_one.layout import CHUNK, Plan
+from pallas_kernels.rank_one.segments import square_plan
+from pallas_kernels.rank_one.solve_sm90 import solve
 from pallas_kernels.selective_scan import backward_sm90, forward_sm90, layout
 from pallas_kernels.selective_scan import gpu as selective_scan
 from pallas_kernels.selective_scan.stream_sm90 import PADDED
@@ -16,8 +25,73 @@ from pallas_kernels.short_convolution import backward_sm90 as convolution_backwa
 from pallas_kernels.short_convolution import forward_sm90 as convolution_forward
 from pallas_kernels.short_convolution import gpu as short_convolution
 
-BATCH, TIME, HEADS, WIDTH = 8, 4096, 16, 2048
+BATCH, TIME, HEADS, WIDTH = 8, 4096, 16, 2048  # enough for all multiprocessors
 Key = tuple[str, int, int, str]  # kernel, K, V, features
+SIZES = {
+    (64, 64): ("erases",),
+    (128, 128): ("decays", "erases decays", "erases decays packed"),
+    (256, 256): ("erases decays packed",),
+}
+
+
+def all_launches() -> Iterator[tuple[Key, Callable, tuple]]:
+    """All kernels."""
+    solved = set()
+    for (key_dim, value_dim), variants in SIZES.items():
+        for features in variants:
+            for name, function, arguments in rank_one_launches(key_dim, value_dim, features):
+                if name == "solve":  # it knows nothing of values
+                    if (key_dim, features) in solved:
+                        continue
+                    solved.add((key_dim, features))
+                yield (name, key_dim, value_dim, features), function, arguments
+    yield from decode_launches()
+    yield from scan_launches()
+    yield from convolution_launches()
+
+
+def rank_one_launches(key_dim: int, value_dim: int, features: str) -> Iterator[tuple[str, Callable, tuple]]:
+    """The kernels of one call of the family of rank-one edits, forward and backward, by name."""
+
+    def half(*shape: int) -> Any:
+        return jax.ShapeDtypeStruct(shape, jnp.bfloat16)
+
+    def full(*shape: int) -> Any:
+        return jax.ShapeDtypeStruct(shape, jnp.float32)
+
+    k, v, gate = (half(BATCH, TIME, HEADS, n) for n in (key_dim, value_dim, 1))
+    given: Any = {name: gate if name in features else None for name in ("erases", "decays", "packed")}
+    plan = make_plan(k, k, v, given["erases"], given["decays"], given["packed"], key_dim**-0.5)
+    per_chunk = (BATCH, HEADS, TIME // CHUNK)
+    gates = full(*per_chunk, plan.gate_rows, CHUNK)
+    inverse = half(*per_chunk, CHUNK, CHUNK) if plan.erases else None
+    state, states = full(BATCH, HEADS, key_dim, value_dim), half(*per_chunk, value_dim, key_dim)
+    if plan.erases:
+        yield "solve", partial(solve, plan=plan), (k, gates)
+    inputs = (k, k, v, inverse, gates, state)
+    yield "forward", partial(forward, plan=plan.staged()), inputs
+    yield "forward_residuals", partial(forward, plan=plan.staged(residuals=True), residuals=True), inputs
+    yield (
+        "backward_states",
+        partial(backward_states, plan=plan.staged(residuals=True)),
+        (k, k, v, inverse, gates, state),
+    )
+    if plan.packed:  # what long sequences of few heads take besides; the other features cost no more
+        staged = plan.staged()
+        moved = square_plan(staged)
+        identity, skip = full(BATCH, HEADS, key_dim, key_dim), jax.ShapeDtypeStruct((BATCH, HEADS), jnp.int32)
+
+        def run(function: Callable, plan: Plan, **options: Any) -> Callable:
+            return lambda skip, *arguments: function(*arguments, plan, skip=skip, **options)
+
+        yield "segment_solve", partial(solve, plan=dataclasses.replace(plan, segments=2)), (k, gates)
+        yield "segment_states", run(forward, staged), (skip, None, k, v, inverse, gates, None)
+        yield "segment_transitions", run(forward, moved), (skip, None, k, None, inverse, gates, identity)
+        passed = run(backward_states, staged, residuals=False)
+        yield "segment_gradients", passed, (skip, k, k, v, inverse, gates, state)
+    yield "backward_chunks", partial(backward_chunks, plan=plan), (k, k, v, v, v, v, states, states, gates)
+    if plan.joint:
+        yield "backward", partial(backward, plan=plan), (k, k, v, v, v, states, inverse, gates, state)
 
 
 def decode_launches() -> Iterator[tuple[Key, Callable, tuple]]:

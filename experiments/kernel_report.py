@@ -9,7 +9,6 @@ import sys
 # Before JAX is imported; the compiler's target is only described.
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
-import dataclasses
 import re
 import tempfile
 import time
@@ -17,34 +16,17 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import jax
-import jax.numpy as jnp
 import tyro
 from jax.experimental import topologies
 from jax.sharding import SingleDeviceSharding
 from rich.console import Console
 
 from experiments import kernel_table
-from experiments.kernel_launches import convolution_launches, decode_launches, scan_launches
-from pallas_kernels.rank_one.backward_chunks_sm90 import backward_chunks
-from pallas_kernels.rank_one.backward_sm90 import backward
-from pallas_kernels.rank_one.backward_states_sm90 import backward_states
-from pallas_kernels.rank_one.forward_sm90 import forward
-from pallas_kernels.rank_one.gpu import make_plan
-from pallas_kernels.rank_one.layout import CHUNK, Plan
-from pallas_kernels.rank_one.segments import square_plan
-from pallas_kernels.rank_one.solve_sm90 import solve
+from experiments.kernel_launches import all_launches
 
 TABLE = Path(__file__).parent / "results" / "kernels" / "h200-static.csv"
-BATCH, TIME, HEADS = 8, 4096, 16  # enough for all multiprocessors
-SIZES = {
-    (64, 64): ("erases",),
-    (128, 128): ("decays", "erases decays", "erases decays packed"),
-    (256, 256): ("erases decays packed",),
-}
-
 # Public numbers of the machine, as XLA wants them.
 TARGET = """gpu_device_info {
   threads_per_block_limit: 1024 threads_per_warp: 32 shared_memory_per_block: 49152 shared_memory_per_core: 233472
@@ -118,66 +100,12 @@ def main() -> int:
 
 def report(sharding: SingleDeviceSharding) -> Iterator[Row]:
     """Compile all kernels, one by one."""
-    solved = set()
-    for (key_dim, value_dim), variants in SIZES.items():
-        for features in variants:
-            for name, function, arguments in launches(key_dim, value_dim, features):
-                if name == "solve":  # it knows nothing of values
-                    if (key_dim, features) in solved:
-                        continue
-                    solved.add((key_dim, features))
-                row = Row(name, key_dim, value_dim, features)
-                yield compiled(row, function, jax.tree.map(partial(_place, sharding=sharding), arguments))
-    for key, function, arguments in (*decode_launches(), *scan_launches(), *convolution_launches()):
+    for key, function, arguments in all_launches():
         yield compiled(Row(*key), function, jax.tree.map(partial(_place, sharding=sharding), arguments))
 
 
 def _place(x: jax.ShapeDtypeStruct, sharding: SingleDeviceSharding) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
-
-
-def launches(key_dim: int, value_dim: int, features: str) -> Iterator[tuple[str, Callable, tuple]]:
-    """The kernels of one call, forward and backward, with their arguments."""
-
-    def half(*shape: int) -> Any:
-        return jax.ShapeDtypeStruct(shape, jnp.bfloat16)
-
-    def full(*shape: int) -> Any:
-        return jax.ShapeDtypeStruct(shape, jnp.float32)
-
-    k, v, gate = (half(BATCH, TIME, HEADS, n) for n in (key_dim, value_dim, 1))
-    given: Any = {name: gate if name in features else None for name in ("erases", "decays", "packed")}
-    plan = make_plan(k, k, v, given["erases"], given["decays"], given["packed"], key_dim**-0.5)
-    per_chunk = (BATCH, HEADS, TIME // CHUNK)
-    gates = full(*per_chunk, plan.gate_rows, CHUNK)
-    inverse = half(*per_chunk, CHUNK, CHUNK) if plan.erases else None
-    state, states = full(BATCH, HEADS, key_dim, value_dim), half(*per_chunk, value_dim, key_dim)
-    if plan.erases:
-        yield "solve", partial(solve, plan=plan), (k, gates)
-    inputs = (k, k, v, inverse, gates, state)
-    yield "forward", partial(forward, plan=plan.staged()), inputs
-    yield "forward_residuals", partial(forward, plan=plan.staged(residuals=True), residuals=True), inputs
-    yield (
-        "backward_states",
-        partial(backward_states, plan=plan.staged(residuals=True)),
-        (k, k, v, inverse, gates, state),
-    )
-    if plan.packed:  # what long sequences of few heads take besides; the other features cost no more
-        staged = plan.staged()
-        moved = square_plan(staged)
-        identity, skip = full(BATCH, HEADS, key_dim, key_dim), jax.ShapeDtypeStruct((BATCH, HEADS), jnp.int32)
-
-        def run(function: Callable, plan: Plan, **options: Any) -> Callable:
-            return lambda skip, *arguments: function(*arguments, plan, skip=skip, **options)
-
-        yield "segment_solve", partial(solve, plan=dataclasses.replace(plan, segments=2)), (k, gates)
-        yield "segment_states", run(forward, staged), (skip, None, k, v, inverse, gates, None)
-        yield "segment_transitions", run(forward, moved), (skip, None, k, None, inverse, gates, identity)
-        passed = run(backward_states, staged, residuals=False)
-        yield "segment_gradients", passed, (skip, k, k, v, inverse, gates, state)
-    yield "backward_chunks", partial(backward_chunks, plan=plan), (k, k, v, v, v, v, states, states, gates)
-    if plan.joint:
-        yield "backward", partial(backward, plan=plan), (k, k, v, v, v, states, inverse, gates, state)
 
 
 def compiled(row: Row, function: Callable, arguments: tuple) -> Row:

@@ -1,4 +1,4 @@
-"""Strict settings for every test: shapes checked at run time, no silent promotion, JAX on the CPU."""
+"""Strict settings for every test: shapes checked at run time, no silent promotion, JAX on the CPU if not told."""
 
 import gc
 import os
@@ -11,11 +11,12 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")  # before JAX is imported; set it 
 # Tests compile far more than they compute. Without LLVM's optimisations, without emitting kernels through MLIR, and
 # with all kernels of a program in one module, compiling takes a fifth of the time. The price: a loop copies every array
 # that it stacks up at each of its steps, so tests should not step through many hundreds of tokens.
-os.environ["XLA_FLAGS"] = (
-    "--xla_backend_optimization_level=0 "
-    "--xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters "
-    "--xla_cpu_parallel_codegen_split_count=1 "
-) + os.environ.get("XLA_FLAGS", "")
+if os.environ["JAX_PLATFORMS"] == "cpu":
+    os.environ["XLA_FLAGS"] = (
+        "--xla_backend_optimization_level=0 "
+        "--xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters "
+        "--xla_cpu_parallel_codegen_split_count=1 "
+    ) + os.environ.get("XLA_FLAGS", "")
 
 import jax
 import jaxtyping

@@ -1,4 +1,7 @@
-"""Runs GPU kernels in JAX's interpreter, on a GPU so small that few heads fill it, and looks for races in each."""
+"""Runs GPU kernels in JAX's interpreter, on a GPU so small that few heads fill it, and looks for races in each.
+
+Where tests run on a GPU (JAX_PLATFORMS=cuda), it runs the kernels there.
+"""
 
 import contextlib
 from typing import Any
@@ -29,7 +32,7 @@ EDGES = (
 
 @contextlib.contextmanager
 def interpreted(segments=1):
-    """Interpret kernels; fail if any of them has a race.
+    """Interpret kernels, and fail if any of them has a race; or, on a GPU, run them in memory that holds NaN.
 
     Blocks are few, so that each has several chunks to do and uses its buffers again, and two warpgroups share a block
     from 4 × 64 columns of state on. Sequences are cut into `segments`, which no shape of the tests asks for by itself:
@@ -51,6 +54,10 @@ def interpreted(segments=1):
     with contextlib.ExitStack() as stack:
         for module, name, value in smaller:
             stack.enter_context(mock.patch.object(module, name, value))
+        if jax.default_backend() == "gpu":
+            fill_memory()
+            yield
+            return
         stack.enter_context(mock.patch.object(gpu_callbacks, "GPURaceDetectionState", record))
         stack.callback(gpu_callbacks.reset_gpu_interpret_mode_state)
         stack.enter_context(device.interpreted(detect_races=True))
@@ -66,6 +73,12 @@ def h200(**axes):
     mesh = AbstractMesh(tuple(axes.values()), tuple(axes), axis_types=types, abstract_device=kind)
     with jax.sharding.use_abstract_mesh(mesh):
         yield mesh
+
+
+def fill_memory(largest=2**28):
+    """Leave NaN where programs will find their memory: in 7 GB of free blocks of all sizes."""
+    sizes = [size for n in range(8, largest.bit_length()) for size in [2**n] * (4 if 2**n < largest else 3)]
+    jax.block_until_ready([jnp.full(size, jnp.nan, jnp.float32) for size in sizes])
 
 
 def segment_ids(shape):
