@@ -38,6 +38,15 @@ for name, form, axes in (
         sharded = jax.jit(jax.shard_map(run, mesh=mesh, in_specs=(specs, id_spec), out_specs=(spec, state_spec)))
         assert_close(sharded(inputs, ids), expected, BUDGETS["float32"].forward, f"{name} {form} {axis}")
 
+explicit = jax.device_put(jnp.ones((2, 3, 1, 4)), jax.NamedSharding(jax.make_mesh((2,), ("rows",)), P("rows")))
+for call in (harness.cell_of("linear_attention"), jax.jit(harness.cell_of("linear_attention"))):
+    try:
+        call(explicit, explicit, explicit)
+    except ValueError as error:
+        assert "k is cut over 'rows' of a mesh with explicit axes" in str(error)
+    else:
+        raise AssertionError("an explicit mesh was let through")
+
 # Kernels are cut by the mesh of the context. Here a form stands for one, and tells the shapes that it sees.
 seen = []
 def kernel(q, k, v, erase, write, log_decay, restart, state, scale):

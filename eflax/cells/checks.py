@@ -3,10 +3,12 @@
 from numbers import Integral
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
 from jax.core import Tracer
+from jax.sharding import AxisType
 
 INT32_MAX = 2**31 - 1
 FLOATS = (jnp.bfloat16, jnp.float16, jnp.float32, jnp.float64)
@@ -29,6 +31,11 @@ class Axes:
             raise TypeError(f"{name} must be an array [{axes.replace(' ', ', ')}], not {type(x).__name__}")
         if x.dtype not in FLOATS:
             raise TypeError(f"{name} has dtype {x.dtype}; cast it to bfloat16, float16, float32 or float64")
+        if cut := explicit_axes(x):
+            raise ValueError(
+                f"{name} is cut over {', '.join(map(repr, cut))} of a mesh with explicit axes, as jax.make_mesh makes "
+                "them; make it with axis_types=(jax.sharding.AxisType.Auto, …), one for each axis"
+            )
         self.bind_shape(name, x.shape, axes)
 
     def bind_shape(self, name: str, shape: tuple[int, ...], axes: str) -> None:
@@ -67,6 +74,14 @@ class Axes:
                 raise ValueError(
                     f"segment_ids has ids from {low} to {high}; number the documents within int32"
                 )
+
+
+def explicit_axes(x: Array) -> tuple[str, ...]:
+    """The axes of a mesh over which x is cut, and which are explicit: JAX then asks each operation for its sharding."""
+    sharding: Any = jax.typeof(x).sharding
+    types = dict(zip(sharding.mesh.axis_names, sharding.mesh.axis_types, strict=True))
+    used = (name for part in sharding.spec for name in (part if isinstance(part, tuple) else (part,)))
+    return tuple(name for name in used if types.get(name) == AxisType.Explicit)
 
 
 def known_values(x: Array) -> np.ndarray | None:
