@@ -26,12 +26,27 @@ from pallas_kernels.short_convolution import forward_sm90 as convolution_forward
 from pallas_kernels.short_convolution import gpu as short_convolution
 
 BATCH, TIME, HEADS, WIDTH = 8, 4096, 16, 2048  # enough for all multiprocessors
-Key = tuple[str, int, int, str]  # kernel, K, V, features
+Key = tuple[str, int, int, str]  # of a `Kernel`
 SIZES = {
     (64, 64): ("erases",),
     (128, 128): ("decays", "erases decays", "erases decays packed"),
     (256, 256): ("erases decays packed",),
 }
+
+
+@dataclasses.dataclass(frozen=True)
+class Kernel:
+    """Which kernel a row of a table is about."""
+
+    kernel: str
+    key_dim: int
+    value_dim: int
+    features: str
+
+    @property
+    def key(self) -> Key:
+        """What tells kernels apart."""
+        return self.kernel, self.key_dim, self.value_dim, self.features
 
 
 def all_launches() -> Iterator[tuple[Key, Callable, tuple]]:

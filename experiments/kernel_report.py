@@ -24,7 +24,7 @@ from jax.sharding import SingleDeviceSharding
 from rich.console import Console
 
 from experiments import kernel_table
-from experiments.kernel_launches import all_launches
+from experiments.kernel_launches import Kernel, all_launches
 
 TABLE = Path(__file__).parent / "results" / "kernels" / "h200-static.csv"
 # Public numbers of the machine, as XLA wants them.
@@ -47,23 +47,14 @@ device_description_str: "NVIDIA H200"
 
 
 @dataclass(frozen=True)
-class Row:
+class Row(Kernel):
     """One compiled kernel: which, and what it takes. Registers are per thread, before warpgroups trade theirs."""
 
-    kernel: str
-    key_dim: int
-    value_dim: int
-    features: str
     registers: int = 0
     spill_stores: int = 0  # bytes
     shared_memory: int = 0  # bytes of a block: buffers and barriers
     hgmma: int = 0  # matrix instructions in the program text
     seconds: float = 0.0  # of one core, to lower and compile
-
-    @property
-    def key(self) -> tuple[str, int, int, str]:
-        """What tells kernels apart."""
-        return self.kernel, self.key_dim, self.value_dim, self.features
 
 
 def main() -> int:

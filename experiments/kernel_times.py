@@ -19,7 +19,7 @@ from rich.console import Console
 from tyro.conf import arg
 
 from experiments import kernel_table
-from experiments.kernel_launches import BATCH, HEADS, TIME, Key, all_launches
+from experiments.kernel_launches import BATCH, HEADS, TIME, Kernel, Key, all_launches
 from experiments.timing import seconds_per_call
 from pallas_kernels.device import Unsupported, check_hopper
 from pallas_kernels.rank_one.layout import CHUNK
@@ -42,23 +42,14 @@ class Flags:
 
 
 @dataclass(frozen=True)
-class Row:
+class Row(Kernel):
     """One kernel. Shares are of this machine's copy and of its bfloat16 products; 0 where nothing is multiplied."""
 
-    kernel: str
-    key_dim: int
-    value_dim: int
-    features: str
     ms: float
     gb_per_s: float
     share_of_copy: float
     tflop_per_s: float = 0.0
     share_of_products: float = 0.0
-
-    @property
-    def key(self) -> Key:
-        """What tells kernels apart."""
-        return self.kernel, self.key_dim, self.value_dim, self.features
 
 
 def main(flags: Flags) -> int:
@@ -88,10 +79,10 @@ def main(flags: Flags) -> int:
 
 
 def machine_limits(repeats: int) -> tuple[float, float]:
-    """Return bytes a second of an in-place pass, read and written, and operations a second of bfloat16 products."""
+    """Return bytes a second that a copy reads and writes, and operations a second of bfloat16 products."""
     x = random_array(0, jax.ShapeDtypeStruct((COPIED,), jnp.float32))
-    passed = jax.jit(lambda x: x + 1.0)
-    copy = 8 * COPIED / seconds_per_call(lambda: passed(x), jax.block_until_ready, repeats)
+    copied = jax.jit(lambda x: x + 1.0)
+    copy = 8 * COPIED / seconds_per_call(lambda: copied(x), jax.block_until_ready, repeats)
     a = random_array(1, jax.ShapeDtypeStruct((SQUARE, SQUARE), jnp.bfloat16))
     product = jax.jit(lambda a: a @ a)
     return copy, 2 * SQUARE**3 / seconds_per_call(lambda: product(a), jax.block_until_ready, repeats)
