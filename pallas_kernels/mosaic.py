@@ -9,6 +9,11 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+try:
+    from jax._src.pallas.mpmd import _mpmd_map as mpmd_map
+except ImportError:
+    mpmd_map = None
+
 WGMMA = plgpu.Layout.WGMMA
 TILE = 64  # rows of a warpgroup's accumulator
 APPROXIMATE = plgpu.CompilerParams(approx_math=True)  # exp by the machine's own, to 2 units in the last place
@@ -16,12 +21,35 @@ APPROXIMATE = plgpu.CompilerParams(approx_math=True)  # exp by the machine's own
 
 def run_kernel(body: Callable[..., None], *inputs: Array, name: str, **options: Any) -> Any:
     """Launch a kernel, of 32-bit numbers also where JAX has 64-bit types: indices and counts are int32."""
+    return plgpu.kernel(_in_32_bits(body), kernel_name=name, **options)(*inputs)
 
+
+def run_kernel_in_place(
+    body: Callable[..., None],
+    *inputs: Array,
+    name: str,
+    out_type: tuple[jax.ShapeDtypeStruct, ...],
+    mesh: plgpu.Mesh,
+    **options: Any,
+) -> Any:
+    """Launch a kernel whose first output takes the memory of its first input, where nothing else needs that.
+
+    The body has a reference to each, since they can yet be two pieces of memory: inside a scan over layers XLA lets a
+    kernel read from one stack and write to another. One reference for both, as `jax.new_ref` gives it, is to what is
+    read, and the result is lost. Without JAX's function that takes both, a state that is donated is copied.
+    """
+    body = _in_32_bits(body)
+    if mpmd_map is None:
+        return pl.kernel(body, out_type, mesh=mesh, name=name, **options)(*inputs)
+    return mpmd_map([(mesh, body)], out_type, input_output_aliases={0: 0}, name=name, **options)(*inputs)
+
+
+def _in_32_bits(body: Callable[..., None]) -> Callable[..., None]:
     def traced(*refs: Any) -> None:  # again under vmap
         with jax.enable_x64(False):
             body(*refs)
 
-    return plgpu.kernel(traced, kernel_name=name, **options)(*inputs)
+    return traced
 
 
 def tiled(*shape: int, dtype: Any) -> Any:

@@ -121,15 +121,27 @@ class LanguageModel(nnx.Module):
         x = jnp.take(self.embedding[...], tokens, axis=0, mode="fill").astype(self.dtype)
         graphs, parameters = zip(*(nnx.split(block) for block in self.blocks), strict=True)
 
-        def repeat(x, layer):
-            parameters, states = layer
-            states, after = states or [None] * len(graphs), []
-            for graph, values, before in zip(graphs, parameters, states, strict=True):
+        def blocks(x, parameters, states):
+            after = []
+            for graph, values, before in zip(graphs, parameters, states or [None] * len(graphs), strict=True):
                 x, last = nnx.merge(graph, values)(x, before, segment_ids)
                 after.append(last)
-            return x, None if state is None else tuple(after)
+            return x, None if states is None else tuple(after)
 
-        x, state = jax.lax.scan(self.rematerialized(repeat), x, (parameters, state), unroll=self.unroll)
+        blocks = self.rematerialized(blocks)
+
+        def repeat(carry, parameters):
+            # The stacked states are carried, and each repeat changes its part in place: as an input and an output of
+            # the loop they would be two stacks, and one more copy.
+            i, x, states = carry
+            before = jax.tree.map(lambda all_: jax.lax.dynamic_index_in_dim(all_, i, keepdims=False), states)
+            x, after = blocks(x, parameters, before)
+            states = jax.tree.map(
+                lambda all_, new: jax.lax.dynamic_update_index_in_dim(all_, new, i, 0), states, after
+            )
+            return (i + 1, x, states), None
+
+        (_, x, state), _ = jax.lax.scan(repeat, (jnp.int32(0), x, state), parameters, unroll=self.unroll)
         return self.norm(x), state
 
     def rematerialized(self, function: Any) -> Any:

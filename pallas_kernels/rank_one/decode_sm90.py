@@ -1,4 +1,4 @@
-"""Mosaic GPU, Hopper: a few tokens of the recurrence at once, the state read once and written once, in place.
+"""Mosaic GPU, Hopper: a few tokens of the recurrence at once, the state read once and written once.
 
 A block has some columns of one head's state in the registers of its 128 threads. Token after token,
 
@@ -6,7 +6,7 @@ A block has some columns of one head's state in the registers of its 128 threads
 """
 
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +14,8 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels import mosaic
 
 COLUMNS = (128, 64, 32, 16)  # of a block
 LARGEST = 8192  # entries of a block's state: 64 in each thread's registers
@@ -98,7 +100,7 @@ def decode(
 
     def body(*refs):
         given = dict(zip(inputs, refs, strict=False))
-        o = refs[len(inputs)]
+        after, o = refs[len(inputs) :]
         h, b = lax.axis_index("h"), lax.axis_index("b")
         mine = pl.ds(lax.axis_index("j") * tile.columns, tile.columns)
         s = plgpu.load(given["state"].at[b, h, :, mine], layout=tile.layout, optimized=False)
@@ -116,16 +118,14 @@ def decode(
             s += key * tile.spread(row, 1)
             read = tile.over_rows(s * query)
             o.at[b, t, h, mine][...] = (read * scale).astype(o.dtype)
-        given["state"].at[b, h, :, mine][...] = s
+        after.at[b, h, :, mine][...] = s
 
-    run = pl.kernel(
+    return mosaic.run_kernel_in_place(
         body,
-        out_type=jax.ShapeDtypeStruct(v.shape, v.dtype),
+        *inputs.values(),
+        name="rank_one_decode",
+        out_type=tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (state, v)),
         mesh=plgpu.Mesh(grid=(columns // tile.columns, heads, batch), grid_names=("j", "h", "b")),
         compiler_params=PARAMETERS,
         interpret=interpret or False,
-        name="rank_one_decode",
     )
-    memory = jax.new_ref(state)
-    o = run(memory, *list(inputs.values())[1:])
-    return jax.freeze(memory), cast(Array, o)
