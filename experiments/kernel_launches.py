@@ -9,11 +9,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.rank_one.backward_chunks_sm90 import backward_chunks
+from pallas_kernels.rank_one.backward_chunks_sm90 import backward_chunks, gate_rows
 from pallas_kernels.rank_one.backward_sm90 import backward
 from pallas_kernels.rank_one.backward_states_sm90 import backward_states
+from pallas_kernels.rank_one.chunk_roles_sm90 import Parts
 from pallas_kernels.rank_one.decode_sm90 import choose_tile, decode
 from pallas_kernels.rank_one.forward_sm90 import forward
+from pallas_kernels.rank_one.gates_sm90 import gate_gradients, put_gates
 from pallas_kernels.rank_one.gpu import make_plan
 from pallas_kernels.rank_one.layout import CHUNK, Plan
 from pallas_kernels.rank_one.segments import square_plan
@@ -81,6 +83,10 @@ def rank_one_launches(key_dim: int, value_dim: int, features: str) -> Iterator[t
     gates = full(*per_chunk, plan.gate_rows, CHUNK)
     inverse = half(*per_chunk, CHUNK, CHUNK) if plan.erases else None
     state, states = full(BATCH, HEADS, key_dim, value_dim), half(*per_chunk, value_dim, key_dim)
+    token, restart = full(BATCH, TIME, HEADS), jax.ShapeDtypeStruct((BATCH, TIME), jnp.bool_)
+    erase, decay = token if plan.erases else None, token if "decays" in features else None
+    restart = restart if plan.packed else None
+    yield "gates", partial(put_gates, plan=plan), (erase, token, decay, restart)
     if plan.erases:
         yield "solve", partial(solve, plan=plan), (k, gates)
     inputs = (k, k, v, inverse, gates, state)
@@ -105,6 +111,8 @@ def rank_one_launches(key_dim: int, value_dim: int, features: str) -> Iterator[t
         passed = run(backward_states, staged, residuals=False)
         yield "segment_gradients", passed, (skip, k, k, v, inverse, gates, state)
     yield "backward_chunks", partial(backward_chunks, plan=plan), (k, k, v, v, v, v, states, states, gates)
+    dgates = full(*per_chunk, len(Parts), CHUNK)
+    yield "gate_gradients", partial(gate_gradients, rows=gate_rows(plan), plan=plan), (dgates, decay, restart)
     if plan.joint:
         yield "backward", partial(backward, plan=plan), (k, k, v, v, v, states, inverse, gates, state)
 

@@ -24,6 +24,7 @@ from experiments.timing import seconds_per_call
 from pallas_kernels.device import Unsupported, check_hopper
 from pallas_kernels.rank_one.layout import CHUNK
 
+LAUNCHES = 10  # of a kernel in one program: to start a program takes as long as a small kernel
 COPIED, SQUARE = 2**28, 8192  # float32 numbers, and the size of matrices, for the machine's limits
 
 
@@ -94,18 +95,30 @@ def measure(
     """Return the row of one kernel."""
     leaves, tree = jax.tree.flatten(arguments)
     arrays = [random_array(n, leaf) for n, leaf in enumerate(leaves)]
-    in_place = key[0] == "decode"  # then each call takes the state that the last one has updated
-    call = jax.jit(
-        lambda *leaves: function(*jax.tree.unflatten(tree, leaves)), donate_argnums=0 if in_place else ()
-    )
+    in_place = key[0] == "decode"  # then each launch takes the state that the last one has updated
+    # Otherwise launches differ in their smallest argument, and all results are kept: XLA merges equal launches.
+    differs = min(range(len(arrays)), key=lambda i: arrays[i].nbytes)
+    others = [random_array(n, leaves[differs]) for n in range(LAUNCHES)]
 
-    def run() -> Any:
-        results = call(*arrays)
-        if in_place:
-            arrays[0] = results[0]
+    def launches(others: list[jax.Array], *leaves: jax.Array) -> Any:
+        given, results = list(leaves), []
+        for other in others:
+            if in_place and results:
+                given[0] = results.pop()[0]
+            elif not in_place:
+                given[differs] = other
+            results.append(function(*jax.tree.unflatten(tree, given)))
         return results
 
-    seconds = seconds_per_call(run, jax.block_until_ready, repeats)
+    call = jax.jit(launches, donate_argnums=1 if in_place else ())
+
+    def run() -> Any:
+        results = call(others, *arrays)
+        if in_place:
+            arrays[0] = results[0][0]
+        return results
+
+    seconds = seconds_per_call(run, jax.block_until_ready, repeats) / LAUNCHES
     results = jax.tree.leaves(jax.eval_shape(function, *arguments))
     moved = sum(x.size * x.dtype.itemsize for x in (*leaves, *results))
     rate = moved / seconds

@@ -137,8 +137,11 @@ def evaluate_tasks(
     try:
         import lm_eval.tasks
         from lm_eval import evaluator
+        from lm_eval.loggers.utils import add_env_info
 
         from eflax.evaluation.lm_eval_adapter import HarnessModel, write_local_tasks
+
+        add_env_info({})  # it comes after all is scored, which a broken transformers would throw away
     except ImportError as error:
         raise FlagError(
             f"--tasks needs lm-evaluation-harness: pip install 'eflax[eval]' ({error})"

@@ -23,7 +23,9 @@ from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 from pallas_kernels import device
 from pallas_kernels.rank_one import backward_chunks_sm90, gpu, solve_sm90
 
-KERNELS = ("rank_one_solve", "rank_one_forward", "rank_one_backward_states", "rank_one_backward_chunks")
+AHEAD = ("rank_one_gates", "rank_one_solve", "rank_one_forward")
+BACK = ("rank_one_backward_states", "rank_one_backward_chunks", "rank_one_gate_gradients")
+KERNELS = AHEAD + BACK
 EDGES = (
     (30, 80, 81),
     (64, 65, 100),

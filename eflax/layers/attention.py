@@ -1,5 +1,6 @@
 """Softmax attention with rotary positions, grouped heads, a sliding window and a key-value cache."""
 
+from functools import partial
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -202,10 +203,13 @@ class SoftmaxAttention(nnx.Module):
     ) -> Float[Array, "B T H K"]:
         """Softmax attention where the mask is True."""
         mask = None if mask is None else mask[:, None]
+        attend = partial(jax.nn.dot_product_attention, implementation=self.implementation, **options)
+        if self.implementation != "cudnn":  # which does so by itself
+            attend = jax.checkpoint(
+                attend
+            )  # the backward pass finds the T × S weights again, of one layer at a time
         with jax.numpy_dtype_promotion("standard"):  # which the library call needs for 16-bit inputs
-            return jax.nn.dot_product_attention(
-                q, k, v, mask=mask, implementation=self.implementation, **options
-            )
+            return attend(q, k, v, mask=mask)
 
     def cache_mask(self, tokens: int, cache: KVCache) -> Bool[Array, "B T S"]:
         """Return which slots each of the last tokens may see."""

@@ -20,7 +20,7 @@ X, dR = Tᵀ dD that of what T multiplies, and P̄ and L̄ those of Q Kᵀ and a
 
 | module | what it finds | what runs side by side |
 |---|---|---|
-| `gates` (XLA) | c, and the factors of rows (`layout.Gates`) | all |
+| `gates_sm90` | c, and the factors of rows (`layout.Gates`); after the others, the gradients of a, w and g | chunks |
 | `solve_sm90` | T | chunks, one a warpgroup |
 | `forward_sm90` | O, the final state; for the backward pass D, and S of each chunk | heads, 64 columns of S each |
 | `backward_sm90` | all gradients, where keys and values have 128 entries and heads are many | heads, one a block |
@@ -34,5 +34,6 @@ A warpgroup is 128 threads that multiply matrices together. In a block some comp
 `backward_block_sm90`, `backward_loader_sm90` and `backward_worker_sm90`.
 
 **On a TPU** `tpu` is the host's side of `forward_tpu` and `backward_tpu`, which walk the chunks of several heads and
-find T on the way (`inverse_tpu`); `tiles_tpu` tells how heads share a matrix unit; `decode_tpu` is for a few tokens.
+find T on the way (`inverse_tpu`); `gates` finds c and the factors before, in plain XLA; `tiles_tpu` tells how heads
+share a matrix unit; `decode_tpu` is for a few tokens.
 """

@@ -9,7 +9,7 @@ and k are needed after that.
     L̄ = −StrictTril((dR Dᵀ) ⊙ Γ)           dk = e^{c_C − c} ⊙ (D dSᵀ) − a e^c ⊙ (dR Sᵀ) + P̄ᵀ q + (a L̄ + (a L̄)ᵀ) k
     dv = w ⊙ dR,   dw = rowsum(dR ⊙ V),     da = rowsum(L̄ ⊙ k kᵀ) − e^c ⊙ rowsum(k ⊙ dR Sᵀ)
 
-The gradient of c is left in parts (`Parts`), which plain XLA puts together.
+The gradients of the gates are left in parts (`Parts`), which `gates_sm90` puts together.
 """
 
 from typing import Any, NamedTuple
@@ -19,6 +19,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from pallas_kernels.rank_one.chunk_roles_sm90 import Chunks, Parts, scratch_buffers
+from pallas_kernels.rank_one.gates_sm90 import Rows
 from pallas_kernels.rank_one.layout import CHUNK, MULTIPROCESSORS, Plan
 from pallas_kernels.rank_one.stream_sm90 import Refs, launch
 
@@ -29,9 +30,7 @@ class InputGradients(NamedTuple):
     q: Array | None  # [B, T, HV, K] 16-bit: for each value head
     k: Array  # [B, T, HV, K] 16-bit: for each value head
     v: Array  # [B, T, HV, V] 16-bit
-    erase: Array  # [B, HV, N, C] float32, like those that follow
-    write: Array
-    sums: Array  # of the decay sums c
+    gates: Array  # [B, HV, N, rows, C] float32
 
 
 def backward_chunks(
@@ -73,9 +72,7 @@ def backward_chunks(
 
     scratch = scratch_buffers(inputs, plan)
     made = launch("rank_one_backward_chunks", run, inputs, outputs, scratch, plan, {"block": blocks}, 3)
-    parts = {part: made["dgates"][..., part, :] for part in Parts}
-    gradients = parts[Parts.ERASE], parts[Parts.WRITE], _sum_gradient(parts, plan)
-    return InputGradients(made.get("dq"), made["dk"], made["dv"], *gradients)
+    return InputGradients(made.get("dq"), made["dk"], made["dv"], made["dgates"])
 
 
 def gradient_shapes(q: Array | None, k: Array, v: Array, plan: Plan) -> dict[str, Any]:
@@ -86,11 +83,13 @@ def gradient_shapes(q: Array | None, k: Array, v: Array, plan: Plan) -> dict[str
     return shapes if q is None else shapes | {"dq": keys}
 
 
-def _sum_gradient(parts: dict[Parts, Array], plan: Plan) -> Array:
-    """The gradient of the decay sums c [B, HV, N, C]."""
-    change, last = -parts[Parts.EXIT], parts[Parts.EXIT].sum(-1) + parts[Parts.TOTAL].sum(-1)
-    if plan.reads:
-        change += parts[Parts.SUM_QUERIES] - parts[Parts.MINUS_QUERIES]
-    if plan.erases:
-        change += parts[Parts.SUM_KEYS] - parts[Parts.MINUS_KEYS]
-    return change.at[..., -1].add(last)
+def gate_rows(plan: Plan) -> Rows:
+    """What stands where in the gradient of the gates; parts that this plan does not have were not written."""
+    ways = ["KEYS"] * plan.erases + ["QUERIES"] * plan.reads
+    return Rows(
+        (Parts.ERASE,),
+        (Parts.WRITE,),
+        tuple(Parts[f"SUM_{way}"] for way in ways),
+        (Parts.EXIT, *(Parts[f"MINUS_{way}"] for way in ways)),
+        (Parts.EXIT, Parts.TOTAL),
+    )

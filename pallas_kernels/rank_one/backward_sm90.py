@@ -23,8 +23,15 @@ from pallas_kernels.rank_one.backward_block_sm90 import REGISTERS, WORKERS, Part
 from pallas_kernels.rank_one.backward_chunks_sm90 import InputGradients, gradient_shapes
 from pallas_kernels.rank_one.backward_loader_sm90 import Loader
 from pallas_kernels.rank_one.backward_worker_sm90 import Worker
+from pallas_kernels.rank_one.gates_sm90 import Rows
 from pallas_kernels.rank_one.layout import CHUNK, Plan
 from pallas_kernels.rank_one.stream_sm90 import Refs, launch
+
+
+def gate_rows() -> Rows:
+    """What stands where in the gradient of the gates: every part once for each worker."""
+    parts = {part: tuple(range(part, WORKERS * len(Parts), len(Parts))) for part in Parts}
+    return Rows(parts[Parts.ERASE], parts[Parts.WRITE], parts[Parts.SUM], (), parts[Parts.LAST])
 
 
 def backward(
@@ -76,7 +83,5 @@ def backward(
     grid = {"h": plan.value_heads, "b": k.shape[0]}
     scratch = scratch_buffers(inputs, plan)
     made = launch("rank_one_backward", run, inputs, outputs, scratch, plan, grid, WORKERS + 1)
-    parts = {part: made["dgates"][..., part, :].sum(3) for part in Parts}
-    sums = parts[Parts.SUM].at[..., -1].add(parts[Parts.LAST].sum(-1))
-    gradients = made.get("dq"), made["dk"], made["dv"], parts[Parts.ERASE], parts[Parts.WRITE], sums
-    return InputGradients(*gradients), made["initial_state"]
+    dgates = made["dgates"].reshape(*gates.shape[:3], -1, CHUNK)
+    return InputGradients(made.get("dq"), made["dk"], made["dv"], dgates), made["initial_state"]

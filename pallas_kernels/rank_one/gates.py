@@ -1,4 +1,4 @@
-"""The gate array that the kernels read, in plain XLA."""
+"""The gate array that the TPU kernels read, in plain XLA."""
 
 import jax.numpy as jnp
 import numpy as np

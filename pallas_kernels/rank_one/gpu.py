@@ -13,12 +13,13 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Bool, Float
 
 from pallas_kernels.device import Unsupported, check_hopper, interpretation
+from pallas_kernels.rank_one import backward_chunks_sm90, backward_sm90
 from pallas_kernels.rank_one.backward_block_sm90 import SIZE
 from pallas_kernels.rank_one.backward_chunks_sm90 import backward_chunks
 from pallas_kernels.rank_one.backward_sm90 import backward
 from pallas_kernels.rank_one.backward_states_sm90 import backward_states
 from pallas_kernels.rank_one.forward_sm90 import forward
-from pallas_kernels.rank_one.gates import decay_sums, gate_rows, unchunked
+from pallas_kernels.rank_one.gates_sm90 import gate_gradients, put_gates
 from pallas_kernels.rank_one.inputs import check_inputs
 from pallas_kernels.rank_one.layout import CHUNK, COLUMNS, MULTIPROCESSORS, WIDE, Plan
 from pallas_kernels.rank_one.segments import (
@@ -155,7 +156,7 @@ def _evaluate(plan, q, k, v, erase, write, log_decay, restart, state):
 
 
 def _prepare(plan, k, erase, write, log_decay, restart):
-    gates = gate_rows(erase, write, decay_sums(log_decay, write, restart), restart)
+    gates = put_gates(erase, write, log_decay, restart, plan)
     return gates, *(solve(k, gates, plan) if plan.erases else (None, None))
 
 
@@ -166,28 +167,26 @@ def _evaluate_forward(plan, q, k, v, erase, write, log_decay, restart, state):
     outputs = results.o, last_segment(results.final_state, plan)
     kept = (gates, inverse, passage, results.states, results.rows, outputs)
     *kept, outputs = (checkpoint_name(x, name) for x, name in zip(kept, RESIDUALS, strict=True))
-    return outputs, (q, k, v, write, log_decay, restart, *kept)
+    return outputs, (q, k, v, log_decay, restart, *kept)
 
 
 def _evaluate_backward(plan, residuals, cotangents):
-    q, k, v, write, log_decay, restart, gates, inverse, passage, states, row_values = residuals
+    q, k, v, log_decay, restart, gates, inverse, passage, states, row_values = residuals
     do, dstate = cotangents
     dstate = leaving_gradients(q, k, do, inverse, gates, dstate, passage, plan.staged())
     if plan.joint:
         grads, dstate = backward(q, k, v, do, row_values, states, inverse, gates, dstate, plan)
+        rows = backward_sm90.gate_rows()
     else:
         found = backward_states(q, k, do, inverse, gates, dstate, plan.staged(residuals=True))
         drows, dstates, dstate = cast(Array, found.rows), cast(Array, found.states), found.initial_state
         grads = backward_chunks(q, k, v, do, row_values, drows, states, dstates, gates, plan)
-    derase = unchunked(grads.erase) if plan.erases else None
-    dlog_decay = None
-    if log_decay is not None:
-        _, transpose = jax.vjp(lambda g: decay_sums(g, write, restart), log_decay)
-        (dlog_decay,) = transpose(grads.sums)
+        rows = backward_chunks_sm90.gate_rows(plan)
+    dgates = gate_gradients(grads.gates, log_decay, restart, rows, plan)
     group = plan.value_heads // k.shape[2]
     dq, dk = (_sum_group(x, group) for x in (grads.q, grads.k))
     dinitial = first_segment(dstate, plan)
-    return dq, dk, grads.v, derase, unchunked(grads.write), dlog_decay, None, dinitial
+    return dq, dk, grads.v, *dgates, None, dinitial
 
 
 _evaluate.defvjp(_evaluate_forward, _evaluate_backward)

@@ -77,6 +77,7 @@ def launch(
     plan: Plan,
     grid: dict[str, int],
     warpgroups: int,
+    parameters: plgpu.CompilerParams = APPROXIMATE,
 ) -> dict[str, Array]:
     """Launch a kernel whose warpgroups "wg" run `run(inputs, outputs, scratch)`; all by name, as are the outputs."""
 
@@ -95,7 +96,7 @@ def launch(
         num_threads=warpgroups,
         thread_name="wg",
         interpret=plan.interpret,
-        compiler_params=APPROXIMATE,
+        compiler_params=parameters,
     )
     return dict(zip(outputs, results, strict=True))
 
