@@ -10,7 +10,9 @@ import pytest
 from budgets import BUDGETS, Budget, assert_close
 from regimes import Shape
 
-from pallas_kernels.rank_one import segments
+from pallas_kernels import device
+from pallas_kernels.rank_one import gates, gates_sm90, segments
+from pallas_kernels.rank_one.layout import Plan
 
 
 class Case(NamedTuple):
@@ -112,3 +114,25 @@ def test_chunks_that_decay_hides_are_skipped():
     first, last = segments._hidden(left)
     np.testing.assert_array_equal(first, [[2, 0, 3, 0, 0]])
     np.testing.assert_array_equal(last, [[2, 0, 3, 0, 1]])
+
+
+@pytest.mark.parametrize(("heads", "packed"), [(8, True), (3, False)])
+def test_gates_and_their_gradients_are_those_of_plain_xla(heads, packed):
+    """Also where a log-decay is −inf or beyond what is kept of it, and where heads do not fill a block."""
+    rng = np.random.default_rng(0)
+    erase, write, decay = (jnp.asarray(rng.random((2, 128, heads)), jnp.float32) for _ in range(3))
+    decay = (-decay).at[0, 5, 0].set(-jnp.inf).at[1, 70, heads - 1].set(-1000.0)
+    restart = jnp.asarray(rng.random((2, 128)) < 0.05) if packed else None
+    dgates = jnp.asarray(rng.standard_normal((2, heads, 2, 5, 64)), jnp.float32)
+    rows = gates_sm90.Rows(erase=(0,), write=(1,), sums=(2,), minus_sums=(3,), last=(4,))
+    with kernels.interpreted():
+        plan = Plan(2, heads, 64, 64, True, True, packed, interpret=device.interpretation())
+        found = jax.block_until_ready(gates_sm90.put_gates(erase, write, decay, restart, plan))
+        gradients = jax.block_until_ready(gates_sm90.gate_gradients(dgates, decay, restart, rows, plan))
+    expected = gates.gate_rows(erase, write, gates.decay_sums(decay, write, restart), restart)
+    np.testing.assert_allclose(found, expected, rtol=2e-5, atol=2e-5)
+    da, dw, dsums, minus, last = (dgates[..., i, :] for i in range(5))
+    dsums = (dsums - minus).at[..., -1].add(last.sum(-1))
+    _, transpose = jax.vjp(lambda g: gates.decay_sums(g, write, restart), decay)
+    for x, y in zip(gradients, (gates.unchunked(da), gates.unchunked(dw), *transpose(dsums)), strict=True):
+        np.testing.assert_allclose(x, y, atol=2e-5)

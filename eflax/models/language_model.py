@@ -153,7 +153,7 @@ class LanguageModel(nnx.Module):
         kernels = policies.save_from_both_policies(products, policies.save_only_these_names(*RESIDUALS))
         policy = {"kernels": kernels, "products": products, "block": None}[self.remat]
         # In a loop nothing can be merged with the forward pass, so no barrier against that is needed.
-        return jax.checkpoint(function, policy=policy, prevent_cse=False)
+        return jax.checkpoint(function, policy=policy, prevent_cse=self.unroll > 1)
 
     def readout(self) -> Float[Array, "D V"]:
         """Return the matrix that maps hidden states to logits, in the dtype of the parameters."""
