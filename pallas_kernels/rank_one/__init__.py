@@ -29,6 +29,9 @@ X, dR = Tᵀ dD that of what T multiplies, and P̄ and L̄ those of Q Kᵀ and a
 | `segments` | S that enters, and dS that leaves, the parts of a long sequence | parts, like sequences |
 | `decode_sm90` | up to 8 tokens, without chunks, the state in place; `decode` is the host's side | columns of S |
 
+A block reads of a state that enters only the part that it also writes of the one that leaves, and reads it first: in a
+loop over layers that carries all states, XLA gives both the same memory.
+
 A warpgroup is 128 threads that multiply matrices together. In a block some compute and one loads ahead of them:
 `stream_sm90` for the kernels that carry S or dS; `chunk_roles_sm90` for `backward_chunks_sm90`; and for `backward_sm90`
 `backward_block_sm90`, `backward_loader_sm90` and `backward_worker_sm90`.
