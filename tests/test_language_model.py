@@ -119,3 +119,42 @@ def test_bad_ids_patterns_and_names_are_refused():
         named_config("efla-340m", pattern=("attention",))
     with pytest.raises(ValueError, match="depth=3 is no field"):
         named_config("efla-340m", depth=3)
+
+
+@cache
+def small(layers=4, dtype=jnp.float32):
+    config = named_config(
+        "efla-tiny", pattern=("efla", "transformer"), num_layers=layers, width=32, vocab_size=50
+    )
+    options = {"dtype": dtype, "param_dtype": dtype}
+    return LanguageModel(config, form="recurrent", max_length=16, rngs=nnx.Rngs(0), **options)
+
+
+def test_a_state_of_another_depth_or_pattern_is_refused():
+    """A slice beyond a stack would be taken for its last one."""
+    tokens, model = jnp.zeros((2, 1), jnp.int32), small()
+    for layers in (2, 6):
+        with pytest.raises(ValueError, match=f"stacked over {layers // 2} repeats .* the model has 2"):
+            model(tokens, small(layers).init_state(2))
+    with pytest.raises(ValueError, match="no 2 parts"):
+        model(tokens, model.init_state(2)[:1])
+
+
+def test_a_state_takes_the_dtype_that_the_layers_give_it(float64):
+    model, tokens = small(dtype=jnp.float64), jnp.zeros((2, 3), jnp.int32)
+    _, state = model(tokens)
+    logits, _ = model(tokens[:, :1], state)
+    assert np.isfinite(logits).all()
+
+
+def test_a_model_without_a_state_is_mapped_over_a_mesh():
+    mesh = jax.make_mesh((1,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    graph, params = nnx.split(small())
+    spec, tokens = jax.sharding.PartitionSpec("data"), jnp.zeros((2, 3), jnp.int32)
+
+    def logits(params, tokens):
+        return nnx.merge(graph, params)(tokens)[0]
+
+    specs = {"in_specs": (jax.sharding.PartitionSpec(), spec), "out_specs": spec}
+    mapped = jax.jit(jax.shard_map(logits, mesh=mesh, **specs))(params, tokens)
+    np.testing.assert_allclose(mapped, small()(tokens)[0], atol=1e-5)

@@ -129,6 +129,10 @@ class LanguageModel(nnx.Module):
             return x, None if states is None else tuple(after)
 
         blocks = self.rematerialized(blocks)
+        if state is not None:
+            self.check_state(state)
+            one = jax.tree.map(lambda all_: all_[0], (parameters, tuple(state)))
+            state = jax.tree.map(_as_type_of, tuple(state), jax.eval_shape(blocks, x, *one)[1])
 
         def repeat(carry, parameters):
             # The stacked states are carried, and each repeat changes its part in place: as an input and an output of
@@ -143,6 +147,21 @@ class LanguageModel(nnx.Module):
 
         (_, x, state), _ = jax.lax.scan(repeat, (jnp.int32(0), x, state), parameters, unroll=self.unroll)
         return self.norm(x), state
+
+    def check_state(self, state: tuple[Any, ...]) -> None:
+        """Raise ValueError unless a state has a part for each block of the pattern, stacked over its repeats."""
+        count, repeats = len(self.blocks), self.config.repeats
+        if len(state) != count or not all(jax.tree.leaves(part) for part in state):
+            raise ValueError(
+                f"state: has no {count} parts, one a block of the pattern; start from model.init_state(batch_size)"
+            )
+        depths = {jnp.shape(leaf)[:1] for leaf in jax.tree.leaves(state)}
+        if depths != {(repeats,)}:
+            found = ", ".join(str(depth[0]) if depth else "none" for depth in sorted(depths))
+            raise ValueError(
+                f"state: is stacked over {found} repeats of the pattern, and the model has {repeats}; "
+                "start from model.init_state(batch_size)"
+            )
 
     def rematerialized(self, function: Any) -> Any:
         """Return ``function`` with what its backward pass computes again, as ``remat`` says."""
@@ -174,3 +193,11 @@ class LanguageModel(nnx.Module):
                 f"tokens: ids from {low} to {high} where vocab_size={self.config.vocab_size}; "
                 "use the tokenizer that the model was made for"
             )
+
+
+def _as_type_of(x: Any, like: jax.ShapeDtypeStruct) -> Array:
+    """x in the dtype of `like`, and varying over the same axes of a mesh, so that a loop can carry it."""
+    x = jnp.asarray(x).astype(like.dtype)
+    wanted = like.manual_axis_type
+    missing = (frozenset() if wanted is None else wanted.varying) - jax.typeof(x).mat.varying
+    return jax.lax.pcast(x, tuple(missing), to="varying") if missing else x
