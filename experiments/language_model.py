@@ -18,6 +18,10 @@ COMMANDS = ("train", "eval", "generate")
 def main(args: Sequence[str] | None = None) -> int:
     """Run a command, by default `train`; `args` are the command and its flags. Returns the exit code."""
     args = list(sys.argv[1:] if args is None else args)
+    if args[:1] and args[0] in ("-h", "--help"):
+        print(
+            "Commands: train, whose flags follow, and eval and generate, which have a --help of their own.\n"
+        )
     chosen = args.pop(0) if args[:1] and args[0] in COMMANDS else "train"
     return importlib.import_module(f"experiments.language_model_{chosen}").main(args)
 
