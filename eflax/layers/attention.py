@@ -204,10 +204,9 @@ class SoftmaxAttention(nnx.Module):
         """Softmax attention where the mask is True."""
         mask = None if mask is None else mask[:, None]
         attend = partial(jax.nn.dot_product_attention, implementation=self.implementation, **options)
-        if self.implementation != "cudnn":  # which does so by itself
-            attend = jax.checkpoint(
-                attend
-            )  # the backward pass finds the T × S weights again, of one layer at a time
+        if self.implementation != "cudnn":
+            # The backward pass finds the T × S weights again, of one layer at a time; cuDNN does so by itself.
+            attend = jax.checkpoint(attend)
         with jax.numpy_dtype_promotion("standard"):  # which the library call needs for 16-bit inputs
             return attend(q, k, v, mask=mask)
 

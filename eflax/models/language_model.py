@@ -131,8 +131,9 @@ class LanguageModel(nnx.Module):
         blocks = self.rematerialized(blocks)
         if state is not None:
             self.check_state(state)
-            one = jax.tree.map(lambda all_: all_[0], (parameters, tuple(state)))
-            state = jax.tree.map(_as_type_of, tuple(state), jax.eval_shape(blocks, x, *one)[1])
+            state = tuple(state)
+            one = jax.tree.map(lambda all_: all_[0], (parameters, state))
+            state = jax.tree.map(_as_type_of, state, jax.eval_shape(blocks, x, *one)[1])
 
         def repeat(carry, parameters):
             # The stacked states are carried, and each repeat changes its part in place: as an input and an output of

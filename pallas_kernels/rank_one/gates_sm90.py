@@ -1,7 +1,7 @@
 """Mosaic GPU, Hopper: the gate array that the other kernels read, and the gradients of the gates from its own.
 
 A block has one chunk of a few heads. Sums from the start of the chunk, or to its end, are those of the rows of a matrix
-in which the tokens that do not count are 0: no thread waits for what another one has found.
+in which the tokens that do not count are 0, which threads add up in registers.
 """
 
 from typing import Any, NamedTuple
