@@ -1,7 +1,7 @@
-"""Language models: train, evaluate, generate.
+"""Language models: train, evaluate, generate, compare.
 
-`python -m experiments.language_model` needs no flag and no network; `train --help`, `eval --help` and
-`generate --help` tell the rest.
+`python -m experiments.language_model` needs no flag and no network; `train --help`, `eval --help`,
+`generate --help` and `compare --help` tell the rest.
 """
 
 import importlib
@@ -12,7 +12,7 @@ from collections.abc import Sequence
 if __name__ == "__main__":  # Ctrl-C ends the imports without a traceback; later StopRequest takes over
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
-COMMANDS = ("train", "eval", "generate")
+COMMANDS = ("train", "eval", "generate", "compare")
 
 
 def main(args: Sequence[str] | None = None) -> int:
@@ -20,7 +20,7 @@ def main(args: Sequence[str] | None = None) -> int:
     args = list(sys.argv[1:] if args is None else args)
     if args[:1] and args[0] in ("-h", "--help"):
         print(
-            "Commands: train, whose flags follow, and eval and generate, which have a --help of their own.\n"
+            "Commands: train, whose flags follow, and eval, generate and compare, which have a --help of their own.\n"
         )
     chosen = args.pop(0) if args[:1] and args[0] in COMMANDS else "train"
     return importlib.import_module(f"experiments.language_model_{chosen}").main(args)

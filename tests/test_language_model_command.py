@@ -1,6 +1,8 @@
 """The command experiments.language_model: train, stop, resume, what it writes, what it refuses."""
 
+import csv
 import json
+import math
 import os
 import re
 import shutil
@@ -188,6 +190,49 @@ def test_a_run_can_be_evaluated_and_asked_for_text(run, text, capsys, tmp_path):
     assert f"the tokenizer bytes is not the one that {bare} was trained with" in capsys.readouterr().err
     assert language_model.main(["eval", str(tmp_path / "nowhere"), *wanted[:-2]]) == 2
     assert "nowhere: no such folder, so no run" in capsys.readouterr().err
+
+
+def test_runs_can_be_compared(run, tmp_path, capsys):
+    def copy(name):
+        to = tmp_path / name
+        to.mkdir()
+        for file in ("config.json", "metrics.jsonl"):
+            shutil.copy(run / file, to)
+        return to
+
+    first, second = copy("first"), copy("second")
+    with (second / "metrics.jsonl").open("a") as stream:
+        stream.write('{"run": "mod')  # it still goes on
+    (first / "eval.json").write_text(json.dumps({"results": {"piqa": {"acc,none": 0.5}}}))
+    out = tmp_path / "out"
+    assert language_model.main(["compare", str(first), str(second), "--out", str(out)]) == 0
+    with (out / "table.csv").open() as stream:
+        rows = list(csv.DictReader(stream))
+    assert [row["run"] for row in rows] == ["first", "second"]
+    assert [row["evaluation piqa acc"] for row in rows] == ["0.5", ""]
+    assert {row["parameters"] for row in rows} == {"435072"} and {row["tokens"] for row in rows} == {"384"}
+    newest = [record["nll"] for record in records(run) if "validation" in record][-1]
+    assert float(rows[0]["perplexity check.jsonl"]) == pytest.approx(math.exp(newest))
+    with (out / "curves.csv").open() as stream:
+        points = [row for row in csv.DictReader(stream) if row["run"] == "first"]
+    mean = sum(loss for _, loss in losses(run)) / 6
+    assert [(row["of"], row["step"]) for row in points] == [
+        ("training", "6"),
+        ("check.jsonl", "3"),
+        ("check.jsonl", "6"),
+    ]
+    assert float(points[0]["nll"]) == pytest.approx(mean, abs=1e-4)
+    assert (out / "curves.png").read_bytes().startswith(b"\x89PNG")
+    (second / "eval.json").write_text("{}")
+    for paths, message in (
+        ([], "give the folders of the runs to compare"),
+        ([first, first], "two runs are called first"),
+        ([second], "eval.json is damaged or not of eval"),
+        ([tmp_path / "nowhere"], "nowhere: no such folder, so no run"),
+    ):
+        assert language_model.main(["compare", *map(str, paths), "--out", str(tmp_path / "new")]) == 2
+        assert message in capsys.readouterr().err
+    assert not (tmp_path / "new").exists()
 
 
 def test_an_answer_keeps_the_space_that_it_begins_with(capsys):

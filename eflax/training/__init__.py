@@ -3,7 +3,7 @@
 from eflax.training.checkpoint import CheckpointError, Checkpoints
 from eflax.training.interrupt import Interrupted, StopRequest
 from eflax.training.loop import Diverged, Trainer
-from eflax.training.run_folder import TRAINING, RunFolder, RunFolderError, read_config
+from eflax.training.run_folder import TRAINING, RunFolder, RunFolderError, read_config, read_records
 from eflax.training.step import TrainState, TrainStep, adamw, cross_entropy, initial_state, make_train_step
 
 __all__ = [
@@ -23,4 +23,5 @@ __all__ = [
     "initial_state",
     "make_train_step",
     "read_config",
+    "read_records",
 ]

@@ -121,18 +121,7 @@ class RunFolder:
         Raises:
             RunFolderError: another line is not a JSON object, or not of its layout.
         """
-        there = self.leads and self._log.exists()
-        lines = self._log.read_text(errors="replace").split("\n") if there else [""]
-        records = []
-        for number, line in enumerate(lines[:-1], start=1):  # what follows the last newline is unfinished
-            try:
-                record = json.loads(line)
-            except (ValueError, RecursionError):
-                record = None
-            if fault := _fault(record, line, self._layouts):
-                raise RunFolderError(f"{self._log}, line {number}: {fault}; {WAY_OUT}")
-            records.append(record)
-        return records
+        return read_records(self.path, self._layouts) if self.leads else []
 
     def keep(self, wanted: Callable[[Record], bool]) -> None:
         """Drop the records that are not `wanted`, and an unfinished last line."""
@@ -171,6 +160,26 @@ def read_config(path: Path) -> dict[str, Any]:
     if not isinstance(config, dict):
         raise RunFolderError(f"{file}: 'config' is {config!r} and must be a JSON object; {WAY_OUT}")
     return config
+
+
+def read_records(path: Path, layouts: Layouts = TRAINING) -> list[Record]:
+    """Return the records of a run, which may still go on; a last line that is unfinished is not one.
+
+    Raises:
+        RunFolderError: another line is not a JSON object, or not of its layout.
+    """
+    log = path / METRICS
+    lines = log.read_text(errors="replace").split("\n") if log.exists() else [""]
+    records = []
+    for number, line in enumerate(lines[:-1], start=1):  # what follows the last newline is unfinished
+        try:
+            record = json.loads(line)
+        except (ValueError, RecursionError):
+            record = None
+        if fault := _fault(record, line, layouts):
+            raise RunFolderError(f"{log}, line {number}: {fault}; {WAY_OUT}")
+        records.append(record)
+    return records
 
 
 def compare_configs(saved: Mapping[str, Any], given: Mapping[str, Any]) -> None:
