@@ -93,6 +93,7 @@ def measure(
     key: Key, function: Callable, arguments: tuple, copy: float, products: float, repeats: int
 ) -> Row:
     """Return the row of one kernel."""
+    function = jax.jit(function)  # lowered once for all launches
     leaves, tree = jax.tree.flatten(arguments)
     arrays = [random_array(n, leaf) for n, leaf in enumerate(leaves)]
     in_place = key[0] == "decode"  # then each launch takes the state that the last one has updated

@@ -17,6 +17,9 @@ except ImportError:
 WGMMA = plgpu.Layout.WGMMA
 TILE = 64  # rows of a warpgroup's accumulator
 APPROXIMATE = plgpu.CompilerParams(approx_math=True)  # exp by the machine's own, to 2 units in the last place
+# Besides, no barrier stands around each store and before each load by TMA. The kernel's own barriers must then part
+# what one thread of a warpgroup reads from what another writes to the same place, in either order.
+UNGUARDED = plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=True)
 
 
 def run_kernel(body: Callable[..., None], *inputs: Array, name: str, **options: Any) -> Any:

@@ -110,7 +110,9 @@ def _recur(given: Refs, made: Refs, s: Refs, worker: Array, plan: Plan) -> None:
                 o *= plan.scale
             plgpu.barrier_wait(c["scored"])
             o = unit.add(o, (row16, c["scores"].transpose((1, 0))))
-            leaving["o"] = (c["v"] if plan.wide else s["o"]).at[worker]
+            leaving["o"] = s["o"].at[worker] if "o" in s else c["v"].at[worker]
+            if "o" not in s:
+                plgpu.commit_smem()  # every thread has read v
             leaving["o"].transpose((1, 0))[...] = o.astype(plan.dtype)
         if "rows" in made:
             leaving["rows"] = s["rows"].at[worker]

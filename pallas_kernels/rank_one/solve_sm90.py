@@ -9,7 +9,7 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.mosaic import APPROXIMATE, MatrixUnit, Zero, columns, index, rows, run_kernel, tiled
+from pallas_kernels.mosaic import UNGUARDED, MatrixUnit, Zero, columns, index, rows, run_kernel, tiled
 from pallas_kernels.rank_one.layout import CHUNK, MULTIPROCESSORS, Gates, Plan
 
 BLOCK = 16  # rows of a block on the diagonal: the inner size of one wgmma
@@ -87,7 +87,8 @@ def solve(k: Array, gates: Array, plan: Plan) -> tuple[Array, Array | None]:
         "near": compact,
         "before": compact,
         "far": wide,
-        "inverse": compact,
+        # One is written while the other is read.
+        "inverse": tiled(workers, 2, CHUNK, BLOCK, dtype=jnp.float16),
         "half": wide,
         "out": tiled(workers, CHUNK, CHUNK, dtype=plan.dtype),
         "length": vector,
@@ -114,7 +115,7 @@ def solve(k: Array, gates: Array, plan: Plan) -> tuple[Array, Array | None]:
         num_threads=workers,
         thread_name="wg",
         interpret=plan.interpret,
-        compiler_params=APPROXIMATE,
+        compiler_params=UNGUARDED,
     )
     return inverse, growth[0] if growth else None
 
@@ -168,16 +169,18 @@ def _invert(s: dict[str, Any], near: Array, unit: MatrixUnit) -> list[Array]:
     inverse = jnp.where(row == column, 1.0, 0.0) - jnp.where(row // 2 == column // 2, near, 0.0)
     for level in (1, 2, 3):
         # Blocks of 2^level are inverted; those that lie between the two blocks of a pair come next.
-        s["inverse"][...] = inverse.astype(half)
+        place = s["inverse"].at[level % 2]
+        place[...] = inverse.astype(half)
         plgpu.commit_smem()
         left = unit.product(compact, (_spread(inverse.astype(half)), s["near"]))
         left = jnp.where((row ^ column) >> level == 1, left, 0.0).astype(half)
-        inverse = inverse - unit.product(compact, (_spread(left), s["inverse"]))
-    s["inverse"][...] = inverse.astype(half)
+        inverse = inverse - unit.product(compact, (_spread(left), place))
+    place = s["inverse"].at[0]
+    place[...] = inverse.astype(half)
     plgpu.commit_smem()
     # The blocks (1, 0) and (3, 2), compact too: a row has the columns of the block before its own.
     left = unit.product(compact, (_spread(inverse.astype(half)), s["before"])).astype(half)
-    between = unit.product(compact, (_spread(left, shift=1), s["inverse"]))
+    between = unit.product(compact, (_spread(left, shift=1), place))
     panels = [_block(inverse, i) for i in range(CHUNK // BLOCK)]
     panels = [panels[0] - _block(between, 1), panels[1], panels[2] - _block(between, 3), panels[3]]
     s["half"][...] = jnp.concatenate(panels[:2], 1).astype(half)

@@ -14,7 +14,7 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.mosaic import APPROXIMATE, MatrixUnit, Zero, run_kernel, tiled
+from pallas_kernels.mosaic import APPROXIMATE, UNGUARDED, MatrixUnit, Zero, run_kernel, tiled
 from pallas_kernels.rank_one.layout import CHUNK, COLUMNS, Plan
 
 Refs = dict[str, Any]
@@ -36,7 +36,7 @@ def run_stream(
     """Launch a kernel whose workers run `work(inputs, outputs, scratch, worker, plan)`; returns the outputs by name.
 
     Args:
-        work: must pass through all chunks by `each_chunk`.
+        work: must pass through all chunks by `each_chunk`; see `UNGUARDED` for what it may read and write.
         name: of the kernel.
         inputs: arrays by name; None is left out. Besides those that the loader takes there may be
             `skip` [B, HV] int32, of how many chunks a sequence leaves out before its first.
@@ -65,7 +65,7 @@ def run_stream(
             work(given, made, s, wg, plan)
 
     grid = {"j": plan.value_dim // (COLUMNS * plan.warpgroups), "h": plan.value_heads, "b": batch}
-    return launch(name, run, inputs, outputs, scratch, plan, grid, plan.warpgroups + 1)
+    return launch(name, run, inputs, outputs, scratch, plan, grid, plan.warpgroups + 1, UNGUARDED)
 
 
 def launch(
