@@ -2,6 +2,7 @@
 
 import io
 import os
+import re
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -117,6 +118,15 @@ def parse_flags[Flags: RunFlags](
         saved = replace(saved, resume=flags.resume)
         flags = tyro.cli(kind, args=args, default=saved, prog=f"python -m experiments.{name}")
     return flags
+
+
+def with_flags(message: str, arguments: Sequence[str]) -> str:
+    """Return a message about arguments of a function with the flags of the same names: "top_p=2" is "--top-p 2"."""
+
+    def flag(found: re.Match[str]) -> str:
+        return f"--{found[1].replace('_', '-')}{' ' if found[2] else ''}"
+
+    return re.sub(rf"\b({'|'.join(arguments)})\b(=?)", flag, message)
 
 
 def training_label(name: str, place: int, count: int) -> str:

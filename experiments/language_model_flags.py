@@ -9,7 +9,7 @@ from tyro.conf import arg
 from eflax.models import CONFIG_NAMES, LanguageModelConfig, named_config
 from eflax.models.language_model import Remat
 from eflax.training.schedule import steps_for_tokens
-from experiments.command import FlagError
+from experiments.command import FlagError, with_flags
 
 BY_PRESET = "(default: by preset)"
 
@@ -34,15 +34,30 @@ class Preset:
     dtype: Literal["float32", "bfloat16"]
     remat: Remat
     accumulate: int = 1
+    unroll: int = 1
 
 
+ALL = 32  # layers to be compiled side by side: more than any model has for which that is the default
 SLIMPAJAMA = ("hf:cerebras/SlimPajama-627B",)
 PRESETS = {
     # A minute on two CPU cores.
     "tiny": Preset(
         "tiny", ("python-topics",), "bytes", 100_000, 10_000, 2048, 128, 3e-3, 3e-4, "float32", "none"
     ),
-    "50m": Preset("50m", (), "mistral-v1", 10**8, 5 * 10**6, 2**16, 2048, 1e-3, 1e-4, "bfloat16", "none"),
+    "50m": Preset(
+        "50m",
+        (),
+        "mistral-v1",
+        10**8,
+        5 * 10**6,
+        2**16,
+        2048,
+        1e-3,
+        1e-4,
+        "bfloat16",
+        "none",
+        unroll=ALL,
+    ),
     # The recipes of the EFLA paper, appendix A. Learning rates start where they end.
     "340m": Preset(
         "340m", SLIMPAJAMA, "mistral-v1", 8 * 10**9, 10**9, 2**20, 2048, 3e-4, 3e-5, "bfloat16", "products", 8
@@ -159,8 +174,8 @@ class Flags:
         Remat | None, arg(metavar="{none,kernels,products,block}", help_behavior_hint=BY_PRESET)
     ] = None
 
-    # Layers compiled side by side.
-    unroll: Number = 1
+    # Layers compiled side by side: more are faster to run and slower to compile.
+    unroll: ByPreset[int] = None
 
     # Devices that share each parameter and cut batches; those left over hold copies.
     fsdp: Number = 1
@@ -216,6 +231,7 @@ class Plan:
     lr_end: float
     dtype: str
     remat: Remat
+    unroll: int
 
 
 def make_plan(flags: Flags, vocab_size: int | None = None) -> Plan:
@@ -226,7 +242,7 @@ def make_plan(flags: Flags, vocab_size: int | None = None) -> Plan:
         value = getattr(flags, name)
         return getattr(preset, name) if value is None else value
 
-    for name in ("chunk_size", "unroll", "fsdp", "tensor", "checkpoint_every", "validate_every", "log_every"):
+    for name in ("chunk_size", "fsdp", "tensor", "checkpoint_every", "validate_every", "log_every"):
         _positive(name, getattr(flags, name))
     sizes = ("tokens", "warmup_tokens", "batch_tokens", "length", "accumulate")
     tokens, warmup, batch_tokens, length, accumulate = (_positive(name, given(name)) for name in sizes)
@@ -245,12 +261,6 @@ def make_plan(flags: Flags, vocab_size: int | None = None) -> Plan:
             _positive(name, getattr(flags, name))
     if flags.seed < 0 or flags.seed >= 2**32:
         raise FlagError(f"--seed {flags.seed}: must lie in 0..{2**32 - 1}")
-    steps, warmup_steps = (steps_for_tokens(count, batch_tokens) for count in (tokens, warmup))
-    if warmup_steps >= steps:
-        raise FlagError(
-            f"--warmup-tokens {warmup}: no shorter than the training of --tokens {tokens} ({steps} steps); give less "
-            "warm-up or more tokens"
-        )
     data = flags.data or preset.data
     if not data:
         raise FlagError("--data: give at least one source of text; --help lists the kinds")
@@ -260,8 +270,16 @@ def make_plan(flags: Flags, vocab_size: int | None = None) -> Plan:
             f"--weights {flags.weights}: give a positive one for each of the {len(data)} sources; quote a pattern to "
             "make one source of its files"
         )
+    config = _config(flags, preset, vocab_size)
+    steps, warmup_steps = (steps_for_tokens(count, batch_tokens) for count in (tokens, warmup))
+    if warmup_steps >= steps:
+        by_preset = f" of --preset {flags.preset}" if flags.warmup_tokens is None else ""
+        raise FlagError(
+            f"--warmup-tokens {warmup}{by_preset}: no shorter than the training of --tokens {tokens} ({steps} "
+            "steps); give less warm-up or more tokens"
+        )
     return Plan(
-        config=_config(flags, preset, vocab_size),
+        config=config,
         data=data,
         tokenizer=given("tokenizer"),
         steps=steps,
@@ -273,19 +291,23 @@ def make_plan(flags: Flags, vocab_size: int | None = None) -> Plan:
         lr_end=given("lr_end"),
         dtype=given("dtype"),
         remat=given("remat"),
+        unroll=_positive("unroll", given("unroll")),
     )
 
 
 def _config(flags: Flags, preset: Preset, vocab_size: int | None) -> LanguageModelConfig:
     name = f"{flags.layer}-{preset.size}"
     if name not in CONFIG_NAMES:
-        raise FlagError(f"--layer {flags.layer}: there is no such layer; --help lists them")
+        layers = [
+            known.removesuffix(f"-{preset.size}") for known in CONFIG_NAMES if known.endswith(preset.size)
+        ]
+        raise FlagError(f"--layer {flags.layer}: there is no such layer; there are {', '.join(layers)}")
     given = {"vocab_size": vocab_size, "num_layers": flags.num_layers}
     changes = {field: value for field, value in given.items() if value is not None}
     try:
         return named_config(name, pattern=flags.pattern, **changes)
     except ValueError as error:
-        raise FlagError(f"--pattern: {error}") from error
+        raise FlagError(with_flags(str(error), ("num_layers", "pattern"))) from error
 
 
 def _positive(name: str, value: int) -> int:

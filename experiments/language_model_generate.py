@@ -15,8 +15,10 @@ from tyro.conf import Positional, arg
 from eflax.data.tokenizers import Tokenizer
 from eflax.models.language_model_generate import Generator, Sampling
 from experiments import command
-from experiments.command import FlagError
+from experiments.command import FlagError, with_flags
 from experiments.language_model_load import load_run
+
+ARGUMENTS = ("max_tokens", "temperature", "top_k", "top_p", "seed", "max_length")  # that are flags, too
 
 
 @dataclass(frozen=True)
@@ -83,7 +85,7 @@ def run(flags: Flags, out: Path, console: Console) -> int:
         options = {"seed": flags.seed, "stop": stop, "on_tokens": stream}
         answers = generator(prompts, flags.max_tokens, **options)
     except ValueError as error:
-        raise FlagError(str(error)) from error
+        raise FlagError(with_flags(str(error), ARGUMENTS)) from error
     seconds = time.perf_counter() - began
     if stream is None:
         for text, ids, answer in zip(flags.prompt, prompts, answers, strict=True):

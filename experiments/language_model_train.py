@@ -238,6 +238,6 @@ def build_model(flags: Flags, plan: Plan, max_length: int | None = None) -> Lang
         chunk_size=flags.chunk_size,
         max_length=plan.length if max_length is None else max_length,
         remat=plan.remat,
-        unroll=flags.unroll,
+        unroll=plan.unroll,
         rngs=nnx.Rngs(flags.seed),
     )

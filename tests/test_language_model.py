@@ -115,7 +115,7 @@ def test_bad_ids_patterns_and_names_are_refused():
         named_config("efla-7b")
     with pytest.raises(ValueError, match="num_layers=24 is no multiple of the 5 blocks"):
         named_config("efla-340m", pattern=("efla",) * 4 + ("transformer",))
-    with pytest.raises(ValueError, match="the layer 'attention' is unknown"):
+    with pytest.raises(ValueError, match="pattern='attention': there is no such layer"):
         named_config("efla-340m", pattern=("attention",))
     with pytest.raises(ValueError, match="depth=3 is no field"):
         named_config("efla-340m", depth=3)

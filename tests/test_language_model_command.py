@@ -167,6 +167,15 @@ def test_a_run_can_be_evaluated_and_asked_for_text(run, text, capsys, tmp_path):
     assert language_model.main(["generate", str(run), *prompts, "--max-length", "8"]) == 0
     said = capsys.readouterr().out
     assert "abc" in said and "tokens/s" in said
+    for flags, message in (
+        (["--top-p", "2"], "--top-p 2.0 must lie in"),
+        (
+            ["--max-tokens", "30"],
+            "hold --max-length 16; ask for fewer, or build the model with a larger --max-length",
+        ),
+    ):
+        assert language_model.main(["generate", str(run), *flags]) == 2
+        assert message in capsys.readouterr().err
     assert language_model.main(["generate", str(run), "--prompt", "a\udcff"]) == 2
     assert "--prompt: is not UTF-8" in capsys.readouterr().err
     bare = tmp_path / "bare"
@@ -281,7 +290,11 @@ def test_too_little_memory_is_told(capsys):
         (["--layer", "efla", "--form", "spiral"], "spiral"),
         (["--data", "none.jsonl"], "there is no file none.jsonl"),
         (["--tokenizer", "none.model"], "neither one of bytes"),
-        (["--pattern", "efla", "transformer", "mamba"], "num_layers=2 is no multiple of the 3"),
+        (["--pattern", "efla", "transformer", "mamba"], "--num-layers 2 is no multiple of the 3"),
+        (
+            ["--pattern", "efla", "lstm"],
+            "--pattern 'lstm': there is no such layer; there are linear-attention",
+        ),
         (["--weights", "nan"], "a positive one for each of the 1 sources"),
         (["--weight-decay", "nan"], "--weight-decay nan: must be 0 or a positive number"),
         (["--max-tokens", "0"], "--max-tokens 0: must be at least 1"),
@@ -304,6 +317,7 @@ def test_another_model_or_other_data_cannot_continue_a_run(run, text, capsys):
     for change, field in (
         (["--layer", "deltanet"], "layer"),
         (["--data", str(text / "check.jsonl")], "data"),
+        (["--lr", "0.5"], "lr': the run began with 0.003, and now it is 0.5"),
     ):
         assert language_model.main(["--resume", str(run), "--cache", str(text / "cache"), *change]) == 2
-        assert f"resume with another '{field}'" in capsys.readouterr().err
+        assert f"resume with another '{field}" in capsys.readouterr().err

@@ -152,7 +152,7 @@ def named_config(name: str, *, pattern: Sequence[str] = (), **changes: Any) -> L
         )
     for other in pattern:
         if other not in _SHAPES:
-            raise ValueError(f"pattern: the layer {other!r} is unknown; there are {', '.join(_SHAPES)}")
+            raise ValueError(f"pattern={other!r}: there is no such layer; there are {', '.join(_SHAPES)}")
     shape = _SIZES[size]
     config = LanguageModelConfig(
         vocab_size=shape.vocab_size,

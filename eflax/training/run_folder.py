@@ -148,9 +148,11 @@ def read_config(path: Path) -> dict[str, Any]:
     """
     file = path / CONFIG
     if not path.is_dir():
-        raise RunFolderError(f"{path}: no such folder, so no run; a new one begins with --out")
+        raise RunFolderError(f"{path}: no such folder, so no run; give the folder that a training printed")
     if not file.is_file():
-        raise RunFolderError(f"{path}: there is no {CONFIG}, so no run; a new one begins with --out")
+        raise RunFolderError(
+            f"{path}: there is no {CONFIG}, so no run; give the folder that a training printed"
+        )
     try:
         config = json.loads(file.read_text())["config"]
     except (ValueError, KeyError, TypeError, RecursionError) as error:
@@ -183,13 +185,19 @@ def read_records(path: Path, layouts: Layouts = TRAINING) -> list[Record]:
 
 
 def compare_configs(saved: Mapping[str, Any], given: Mapping[str, Any]) -> None:
-    """Raise RunFolderError naming the first field in which two configs differ."""
-    for field in dict.fromkeys([*given, *saved]):
-        if saved.get(field) != given.get(field):
+    """Raise RunFolderError naming the first field in which two configs, or configs in them, differ.
+
+    What one of them leaves open (None) comes last: elsewhere in them may be what that comes to.
+    """
+    fields = dict.fromkeys([*given, *saved])
+    for field in sorted(fields, key=lambda field: saved.get(field) is None or given.get(field) is None):
+        before, now = saved.get(field), given.get(field)
+        if isinstance(before, dict) and isinstance(now, dict):
+            compare_configs(before, now)
+        elif before != now:
             raise RunFolderError(
-                f"resume with another {field!r}: the run began with {saved.get(field)!r}, and now it is "
-                f"{given.get(field)!r}; leave it out, or bring changed data back, to continue the run, or start a new "
-                "one with --out"
+                f"resume with another {field!r}: the run began with {before!r}, and now it is {now!r}; leave it out, or "
+                "bring changed data back, to continue the run, or start a new one with --out"
             )
 
 
