@@ -196,8 +196,8 @@ def compare_configs(saved: Mapping[str, Any], given: Mapping[str, Any]) -> None:
             compare_configs(before, now)
         elif before != now:
             raise RunFolderError(
-                f"resume with another {field!r}: the run began with {before!r}, and now it is {now!r}; leave it out, or "
-                "bring changed data back, to continue the run, or start a new one with --out"
+                f"resume with another {field!r}: the run began with {before!r}, and now it is {now!r}; leave it out, "
+                "or bring changed data back, to continue the run, or start a new one with --out"
             )
 
 
