@@ -18,6 +18,7 @@ from pallas_kernels.rank_one.forward_sm90 import forward
 from pallas_kernels.rank_one.gates_sm90 import gate_gradients, put_gates
 from pallas_kernels.rank_one.gpu import make_plan
 from pallas_kernels.rank_one.layout import CHUNK, Plan
+from pallas_kernels.rank_one.passage_sm90 import pass_segments
 from pallas_kernels.rank_one.segments import square_plan
 from pallas_kernels.rank_one.solve_sm90 import solve
 from pallas_kernels.selective_scan import backward_sm90, forward_sm90, layout
@@ -110,6 +111,14 @@ def rank_one_launches(key_dim: int, value_dim: int, features: str) -> Iterator[t
         yield "segment_transitions", run(forward, moved), (skip, None, k, None, inverse, gates, identity)
         passed = run(backward_states, staged, residuals=False)
         yield "segment_gradients", passed, (skip, k, k, v, inverse, gates, state)
+        if not plan.wide:
+            segments = BATCH // 2  # of two sequences
+            entering = (full(BATCH, HEADS, key_dim, key_dim), state, full(2, HEADS, key_dim, value_dim))
+            yield (
+                "segment_passage",
+                partial(pass_segments, plan=dataclasses.replace(plan, segments=segments)),
+                entering,
+            )
     yield "backward_chunks", partial(backward_chunks, plan=plan), (k, k, v, v, v, v, states, states, gates)
     dgates = full(*per_chunk, len(Parts), CHUNK)
     yield "gate_gradients", partial(gate_gradients, rows=gate_rows(plan), plan=plan), (dgates, decay, restart)

@@ -11,7 +11,7 @@ from budgets import BUDGETS, Budget, assert_close
 from regimes import Shape
 
 from pallas_kernels import device
-from pallas_kernels.rank_one import gates, gates_sm90, segments
+from pallas_kernels.rank_one import gates, gates_sm90, passage_sm90, segments
 from pallas_kernels.rank_one.layout import Plan
 
 
@@ -136,3 +136,23 @@ def test_gates_and_their_gradients_are_those_of_plain_xla(heads, packed):
     _, transpose = jax.vjp(lambda g: gates.decay_sums(g, write, restart), decay)
     for x, y in zip(gradients, (gates.unchunked(da), gates.unchunked(dw), *transpose(dsums)), strict=True):
         np.testing.assert_allclose(x, y, atol=2e-5)
+
+
+@pytest.mark.parametrize("reverse", [False, True])
+def test_states_pass_through_segments_in_float32(reverse):
+    """Two sequences and heads, four segments, and more values than one warpgroup holds."""
+    rng = np.random.default_rng(0)
+    moved = rng.standard_normal((8, 2, 128, 128)) / 12
+    added, first = rng.standard_normal((8, 2, 128, 192)), rng.standard_normal((2, 2, 128, 192))
+    expected = np.zeros((2, 4, *first.shape[1:]))
+    order = range(3, -1, -1) if reverse else range(4)
+    state = first
+    for i in order:
+        expected[:, i] = state
+        m = moved.reshape(2, 4, 2, 128, 128)[:, i]
+        state = (np.swapaxes(m, 2, 3) if reverse else m) @ state + added.reshape(2, 4, *state.shape[1:])[:, i]
+    with kernels.interpreted():
+        plan = Plan(1, 2, 128, 192, True, True, False, segments=4, interpret=device.interpretation())
+        m, e, state = (jnp.asarray(x, jnp.float32) for x in (moved, added, first))
+        found = jax.block_until_ready(passage_sm90.pass_segments(m, e, state, plan, reverse=reverse))
+    np.testing.assert_allclose(found, expected.reshape(found.shape), rtol=0, atol=5e-6)

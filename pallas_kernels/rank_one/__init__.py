@@ -27,6 +27,7 @@ X, dR = Tᵀ dD that of what T multiplies, and P̄ and L̄ those of Q Kᵀ and a
 | `backward_states_sm90` | elsewhere: dS and dR, from the last chunk to the first | as forward |
 | `backward_chunks_sm90` | and then the gradients of the inputs | chunks |
 | `segments` | S that enters, and dS that leaves, the parts of a long sequence | parts, like sequences |
+| `passage_sm90` | for it: S from part to part, where there is erasing | heads, 64 columns of S each |
 | `decode_sm90` | up to 8 tokens, without chunks, the state in place; `decode` is the host's side | columns of S |
 
 A block reads of a state that enters only the part that it also writes of the one that leaves, and reads it first: in a

@@ -16,6 +16,7 @@ from jax import Array, lax
 from pallas_kernels.rank_one.backward_states_sm90 import backward_states
 from pallas_kernels.rank_one.forward_sm90 import forward
 from pallas_kernels.rank_one.layout import CHUNK, COLUMNS, MULTIPROCESSORS, Gates, Plan
+from pallas_kernels.rank_one.passage_sm90 import pass_segments
 
 FAINT = 40.0  # e^-40 is 4e-18, next to which float32's own rounding, 6e-8, is large
 SHORTEST = 16  # chunks, under which a segment is not worth its share of the passes
@@ -62,10 +63,7 @@ def entering_states(
     first, last = _hidden(left)
     moved = _transitions(k, inverse, gates, jnp.where(faint, jnp.int32(plan.chunks), 0), plan)
     added = forward(None, k, v, inverse, gates, None, plan, skip=first).final_state
-    states = [state]
-    for m, e in list(zip(_split(moved, plan), _split(added, plan), strict=True))[:-1]:
-        states.append(_matmul(m, states[-1]) + e)
-    return _join(states), Passage(moved, last)
+    return _pass(moved, added, state, plan), Passage(moved, last)
 
 
 def _hidden(left: Array) -> tuple[Array, Array]:
@@ -101,10 +99,7 @@ def leaving_gradients(
     added = backward_states(
         q, k, do, inverse, gates, nothing, plan, residuals=False, skip=passage.skip
     ).initial_state
-    gradients = [dstate]
-    for m, e in list(zip(_split(passage.transitions, plan), _split(added, plan), strict=True))[:0:-1]:
-        gradients.append(_matmul(jnp.swapaxes(m, 2, 3), gradients[-1]) + e)
-    return _join(gradients[::-1])
+    return _pass(passage.transitions, added, dstate, plan, reverse=True)
 
 
 def first_segment(x: Array, plan: Plan) -> Array:
@@ -136,16 +131,21 @@ def _transitions(k: Array, inverse: Array | None, gates: Array, skip: Array, pla
     return forward(None, k, None, inverse, gates, identity, plan, skip=skip).final_state
 
 
+def _pass(moved: Array, added: Array, state: Array, plan: Plan, *, reverse: bool = False) -> Array:
+    """The state at every segment, from that at the first, or in reverse from that at the last; see `pass_segments`."""
+    if plan.erases and not plan.wide:
+        return pass_segments(moved, added, state, plan, reverse=reverse)
+    moved, added = (x.reshape(-1, plan.segments, *x.shape[1:]) for x in (moved, added))
+    states = [state]
+    for i in range(plan.segments - 1):
+        place = plan.segments - 1 - i if reverse else i
+        m, e = moved[:, place], added[:, place]
+        states.append(_matmul(jnp.swapaxes(m, 2, 3) if reverse else m, states[-1]) + e)
+    x = jnp.stack(states[::-1] if reverse else states, 1)
+    return x.reshape(-1, *x.shape[2:])
+
+
 def _matmul(m: Array, state: Array) -> Array:
     if m.shape[-1] == 1:
         return m * state
     return jnp.einsum("bhij,bhjv->bhiv", m, state, precision=lax.Precision.HIGHEST)
-
-
-def _split(x: Array, plan: Plan) -> list[Array]:
-    return [x[i :: plan.segments] for i in range(plan.segments)]
-
-
-def _join(parts: list[Array]) -> Array:
-    x = jnp.stack(parts, 1)
-    return x.reshape(-1, *x.shape[2:])
