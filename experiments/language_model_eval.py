@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -23,7 +24,7 @@ from eflax.evaluation.perplexity import Scorer, perplexity
 from eflax.models import LanguageModel
 from eflax.progress import Progress
 from experiments import command
-from experiments.command import FlagError
+from experiments.command import FlagError, with_flags
 from experiments.language_model_load import load_run
 
 
@@ -78,7 +79,9 @@ def run(flags: Flags, out: Path, console: Console) -> int:
     """Print a table, and write it where that is asked for."""
     del out
     if flags.out is not None and flags.out.exists():
-        raise FlagError(f"--out {flags.out}: there is such a file; give a new one")
+        raise FlagError(f"--out {flags.out}: there is such a file; remove it, or give a new one")
+    if flags.out is not None and not os.access(flags.out.parent, os.W_OK):
+        raise FlagError(f"--out {flags.out}: cannot write into {flags.out.parent}; give another, or make it")
     if flags.limit is not None and flags.limit < 1:
         raise FlagError(f"--limit {flags.limit}: must be at least 1; leave it out to take all")
     if not flags.data and not flags.tasks:
@@ -87,7 +90,7 @@ def run(flags: Flags, out: Path, console: Console) -> int:
     try:
         scorer = Scorer(model, flags.batch_size, flags.length)
     except ValueError as error:
-        raise FlagError(str(error)) from error
+        raise FlagError(with_flags(str(error), ("batch_size", "length"))) from error
     results = {}
     if flags.data:
         results |= evaluate_texts(flags, scorer, tokenizer, console)
@@ -161,6 +164,6 @@ def evaluate_tasks(
     for task, values in found["results"].items():
         results[task] = {name: value for name, value in values.items() if isinstance(value, float)}
         for name, value in results[task].items():
-            table.add_row(task, name.partition(",")[0], f"{value:.4f}")
+            table.add_row(task, name.removesuffix(",none"), f"{value:.4f}")
     console.print(table)
     return results

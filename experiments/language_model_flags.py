@@ -95,7 +95,8 @@ class Flags:
     # The token mixer: linear-attention, mamba, mamba2, deltanet, gated-deltanet, efla, gated-efla or transformer.
     layer: str = "efla"
 
-    # Layers to be repeated in this order, for a hybrid, such as --pattern efla efla efla transformer.
+    # Layers to be repeated in this order, for a hybrid, such as --pattern efla efla efla transformer; their number is
+    # then that of --layer, or --num-layers.
     pattern: Annotated[tuple[str, ...], arg(metavar="LAYER ...")] = ()
 
     # Number of layers; a pattern is repeated to fill it.

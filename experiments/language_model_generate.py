@@ -72,6 +72,10 @@ def main(args: Sequence[str]) -> int:
 def run(flags: Flags, out: Path, console: Console) -> int:
     """Print the prompts with their continuations."""
     del out
+    if flags.max_length is not None and flags.max_length < 1:
+        raise FlagError(
+            f"--max-length {flags.max_length}: must be at least 1; leave it out for that of training"
+        )
     model, tokenizer = load_run(flags.run, best=flags.best, max_length=flags.max_length)
     try:
         prompts = [[tokenizer.bos, *tokenizer.encode(text)] for text in flags.prompt]

@@ -54,7 +54,7 @@ class Validation:
         records = []
         for store in self.stores:
             nll, tokens = self.score(store, state)
-            records.append({"validation": Path(store.name).name, "nll": nll / tokens, "tokens": tokens})
+            records.append({"validation": self.label(store), "nll": nll / tokens, "tokens": tokens})
             told = f"step {step}: loss {nll / tokens:.4g} on {records[-1]['validation']}"
             self.console.print(told, markup=False, highlight=False, soft_wrap=True)
         mean = sum(record["nll"] for record in records) / len(records)
@@ -63,6 +63,11 @@ class Validation:
         if better and (self.best.latest_step() or -1) < step:
             self.best.save(step, state.params, validation=mean)
         return state, [*records, {"mean_nll": mean}]
+
+    def label(self, store: TokenStore) -> str:
+        """Return what records call a source: its file, and where two are called the same, its path."""
+        name = Path(store.name).name
+        return store.name if sum(Path(other.name).name == name for other in self.stores) > 1 else name
 
     def score(self, store: TokenStore, state: TrainState) -> tuple[float, float]:
         """Return the summed nll of a store, and the number of tokens that were predicted."""

@@ -148,7 +148,7 @@ def test_a_run_can_be_evaluated_and_asked_for_text(run, text, capsys, tmp_path):
         str(tmp_path / "x.json"),
     ]
     assert language_model.main(["eval", str(run), "--best", *wanted]) == 2
-    assert "length=64: the states of softmax attention hold max_length=16" in capsys.readouterr().err
+    assert "--length 64: the states of softmax attention hold max_length=16" in capsys.readouterr().err
     assert language_model.main(["eval", str(run), *wanted, "--length", "16"]) == 0
     saved = json.loads((tmp_path / "x.json").read_text())
     assert (saved["run"], saved["best"], saved["limit"]) == (str(run), False, 2)
@@ -212,30 +212,41 @@ def test_runs_can_be_compared(run, tmp_path, capsys):
     first, second = copy("first"), copy("second")
     with (second / "metrics.jsonl").open("a") as stream:
         stream.write('{"run": "mod')  # it still goes on
-    (first / "eval.json").write_text(json.dumps({"results": {"piqa": {"acc,none": 0.5}}}))
+    found = {"run": "x", "best": False, "limit": None, "results": {"piqa": {"acc,none": 0.5}}}
+    (first / "eval.json").write_text(json.dumps(found))
     out = tmp_path / "out"
     assert language_model.main(["compare", str(first), str(second), "--out", str(out)]) == 0
     with (out / "table.csv").open() as stream:
         rows = list(csv.DictReader(stream))
     assert [row["run"] for row in rows] == ["first", "second"]
     assert [row["evaluation piqa acc"] for row in rows] == ["0.5", ""]
-    assert {row["parameters"] for row in rows} == {"435072"} and {row["tokens"] for row in rows} == {"384"}
+    assert {row["parameters"] for row in rows} == {"435072"} and {row["step"] for row in rows} == {"6 of 6"}
     newest = [record["nll"] for record in records(run) if "validation" in record][-1]
     assert float(rows[0]["perplexity check.jsonl"]) == pytest.approx(math.exp(newest))
     with (out / "curves.csv").open() as stream:
         points = [row for row in csv.DictReader(stream) if row["run"] == "first"]
-    mean = sum(loss for _, loss in losses(run)) / 6
-    assert [(row["of"], row["step"]) for row in points] == [
-        ("training", "6"),
-        ("check.jsonl", "3"),
-        ("check.jsonl", "6"),
-    ]
-    assert float(points[0]["nll"]) == pytest.approx(mean, abs=1e-4)
+    curve = [(row["step"], float(row["nll"])) for row in points if row["of"] == "training loss"]
+    assert curve == [(str(step), pytest.approx(loss, abs=1e-4)) for step, loss in losses(run)]
+    assert [row["step"] for row in points if row["of"] == "check.jsonl"] == ["3", "6"]
     assert (out / "curves.png").read_bytes().startswith(b"\x89PNG")
+    assert "Not all have the same evaluation" in capsys.readouterr().out
+    again = tmp_path / "again"
+    shutil.copytree(first, again / "first")
+    with (again / "first" / "metrics.jsonl").open("a") as stream:
+        stream.write(
+            json.dumps({"run": "model", "step": 7, "loss": float("nan"), "nll": float("nan")}) + "\n"
+        )
+    assert (
+        language_model.main(["compare", str(first), str(again / "first"), "--out", str(tmp_path / "2")]) == 0
+    )
+    assert "again/first" in (tmp_path / "2" / "table.csv").read_text()
     (second / "eval.json").write_text("{}")
+    lost = copy("lost")
+    (lost / "metrics.jsonl").write_text('{"run": "model", "step": 1, "loss": 2.0}\n')
     for paths, message in (
         ([], "give the folders of the runs to compare"),
-        ([first, first], "two runs are called first"),
+        ([first, first], "first is given twice"),
+        ([lost], "lost: config.json or metrics.jsonl is damaged (KeyError('nll'))"),
         ([second], "eval.json is damaged or not of eval"),
         ([tmp_path / "nowhere"], "nowhere: no such folder, so no run"),
     ):

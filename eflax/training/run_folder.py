@@ -195,8 +195,9 @@ def compare_configs(saved: Mapping[str, Any], given: Mapping[str, Any]) -> None:
         if isinstance(before, dict) and isinstance(now, dict):
             compare_configs(before, now)
         elif before != now:
+            before, now = (repr(part) if part is not None else "its default" for part in (before, now))
             raise RunFolderError(
-                f"resume with another {field!r}: the run began with {before!r}, and now it is {now!r}; leave it out, "
+                f"resume with another {field!r}: the run began with {before}, and now it is {now}; leave it out, "
                 "or bring changed data back, to continue the run, or start a new one with --out"
             )
 
