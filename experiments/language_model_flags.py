@@ -1,6 +1,6 @@
 """Flags of language-model training, its presets, and the plan that follows from them."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -216,6 +216,17 @@ class Flags:
     resume: Optional[Path] = None
 
 
+def resolve(flags: Flags) -> Flags:
+    """Return the flags with the values of the preset where none were given."""
+    preset = PRESETS[flags.preset]
+    values = {
+        field.name: getattr(preset, field.name) for field in fields(preset) if hasattr(flags, field.name)
+    }
+    return replace(
+        flags, **{name: value for name, value in values.items() if getattr(flags, name) in (None, ())}
+    )
+
+
 @dataclass(frozen=True)
 class Plan:
     """What follows from the flags."""
@@ -237,21 +248,18 @@ class Plan:
 
 def make_plan(flags: Flags, vocab_size: int | None = None) -> Plan:
     """Return the plan. Raises FlagError for a value that cannot be used."""
-    preset = PRESETS[flags.preset]
-
-    def given(name: str) -> Any:
-        value = getattr(flags, name)
-        return getattr(preset, name) if value is None else value
-
+    given: Any = resolve(flags)  # None is left nowhere that a preset has a value for
     for name in ("chunk_size", "fsdp", "tensor", "checkpoint_every", "validate_every", "log_every"):
         _positive(name, getattr(flags, name))
     sizes = ("tokens", "warmup_tokens", "batch_tokens", "length", "accumulate")
-    tokens, warmup, batch_tokens, length, accumulate = (_positive(name, given(name)) for name in sizes)
+    tokens, warmup, batch_tokens, length, accumulate = (
+        _positive(name, getattr(given, name)) for name in sizes
+    )
     if batch_tokens % length:
         raise FlagError(f"--batch-tokens {batch_tokens}: must be a multiple of --length {length}")
     for name in ("lr", "lr_end"):
-        if not 0 < given(name) < float("inf"):
-            raise FlagError(f"--{name.replace('_', '-')} {given(name)}: must be a positive number")
+        if not 0 < getattr(given, name) < float("inf"):
+            raise FlagError(f"--{name.replace('_', '-')} {getattr(given, name)}: must be a positive number")
     for name in ("weight_decay", "z_loss"):
         if not 0 <= getattr(flags, name) < float("inf"):
             raise FlagError(
@@ -262,16 +270,15 @@ def make_plan(flags: Flags, vocab_size: int | None = None) -> Plan:
             _positive(name, getattr(flags, name))
     if flags.seed < 0 or flags.seed >= 2**32:
         raise FlagError(f"--seed {flags.seed}: must lie in 0..{2**32 - 1}")
-    data = flags.data or preset.data
-    if not data:
+    if not given.data:
         raise FlagError("--data: give at least one source of text; --help lists the kinds")
     positive = all(0 < weight < float("inf") for weight in flags.weights)
-    if flags.weights and (len(flags.weights) != len(data) or not positive):
+    if flags.weights and (len(flags.weights) != len(given.data) or not positive):
         raise FlagError(
-            f"--weights {flags.weights}: give a positive one for each of the {len(data)} sources; quote a pattern to "
-            "make one source of its files"
+            f"--weights {flags.weights}: give a positive one for each of the {len(given.data)} sources; quote a "
+            "pattern to make one source of its files"
         )
-    config = _config(flags, preset, vocab_size)
+    config = _config(flags, PRESETS[flags.preset], vocab_size)
     steps, warmup_steps = (steps_for_tokens(count, batch_tokens) for count in (tokens, warmup))
     if warmup_steps >= steps:
         by_preset = f" of --preset {flags.preset}" if flags.warmup_tokens is None else ""
@@ -281,18 +288,18 @@ def make_plan(flags: Flags, vocab_size: int | None = None) -> Plan:
         )
     return Plan(
         config=config,
-        data=data,
-        tokenizer=given("tokenizer"),
+        data=given.data,
+        tokenizer=given.tokenizer,
         steps=steps,
         warmup_steps=warmup_steps,
         batch_size=batch_tokens // length,
         length=length,
         accumulate=accumulate,
-        lr=given("lr"),
-        lr_end=given("lr_end"),
-        dtype=given("dtype"),
-        remat=given("remat"),
-        unroll=_positive("unroll", given("unroll")),
+        lr=given.lr,
+        lr_end=given.lr_end,
+        dtype=given.dtype,
+        remat=given.remat,
+        unroll=_positive("unroll", given.unroll),
     )
 
 

@@ -31,7 +31,7 @@ from eflax.training.step import TrainState, decay_mask, make_train_step
 from eflax.training.token_loss import language_model_loss
 from experiments import command
 from experiments.command import FlagError
-from experiments.language_model_flags import Flags, Plan, make_plan
+from experiments.language_model_flags import Flags, Plan, make_plan, resolve
 from experiments.language_model_validation import RUN, Validation
 
 EXPERIMENT, EVENTS, TOKENIZER_PRINT = "language_model", "events", "tokenizer_fingerprint"
@@ -143,7 +143,7 @@ class Training:
     def run_config(self) -> dict[str, Any]:
         """Return what identifies the run, which how it is computed does not."""
         prints = [store.fingerprint for store in (*self.stores, *self.validation)]
-        saved = command.saved_flags(self.flags, NOT_SAVED)
+        saved = command.saved_flags(resolve(self.flags), NOT_SAVED)
         plan = {name: value for name, value in asdict(self.plan).items() if name not in NOT_SAVED}
         prints = {TOKENIZER_PRINT: self.tokenizer.fingerprint, "data_fingerprints": prints}
         return {"experiment": EXPERIMENT, **saved, "plan": plan, **prints}

@@ -332,3 +332,5 @@ def test_another_model_or_other_data_cannot_continue_a_run(run, text, capsys):
     ):
         assert language_model.main(["--resume", str(run), "--cache", str(text / "cache"), *change]) == 2
         assert f"resume with another '{field}" in capsys.readouterr().err
+    same = ["--lr", "3e-3", "--preset", "tiny"]  # the preset's own
+    assert language_model.main(["--resume", str(run), "--cache", str(text / "cache"), *same]) == 0
