@@ -1,17 +1,17 @@
 #!/usr/bin/env bash
-# The trainings of this comparison, their evaluation, and the table: run.sh DATA OUT [LANES], from the checkout's root.
+# The trainings of this comparison, their evaluation, and the table: run.sh DATA RUNS [LANES], from the checkout's root.
 #
 # DATA has the token files {book,web_docs,wikipedia}.{train,val}.u16.xz, tokenizer.model.v1, and the rows of the tasks,
-# lambada_openai.jsonl and wikitext2_raw_test.jsonl. OUT gets a folder a training; called again, it goes on with what is
-# not done. FLAGS are more flags of train. LANES trainings share the device: two finish sooner than one after the other, as one computes while the other
-# compiles or is evaluated.
+# lambada_openai.jsonl and wikitext2_raw_test.jsonl. RUNS gets a folder a training; called again, it goes on with what is
+# not done. The variable FLAGS may have more flags of train. LANES trainings share the device: two finish sooner than
+# one after the other, as one computes while the other compiles or is evaluated.
 set -euo pipefail
-export DATA=$1 OUT=$2 LANES=${3:-1}
+export DATA=$1 RUNS=$2 LANES=${3:-1}
 export XLA_PYTHON_CLIENT_MEM_FRACTION=${XLA_PYTHON_CLIENT_MEM_FRACTION:-$(python3 -c "print(0.86 / $LANES)")}
-mkdir -p "$OUT"
+mkdir -p "$RUNS"
 
 one() {
-    local layer=$1 lr=$2 seed=$3 run=$OUT/$1-$2-$3
+    local layer=$1 lr=$2 seed=$3 run=$RUNS/$1-$2-$3
     local train=("$DATA"/{book,web_docs,wikipedia}.train.u16.xz) val=("$DATA"/{book,web_docs,wikipedia}.val.u16.xz)
     local command="python3 -m experiments.language_model"
     [ -e "$run/eval.json" ] && return
@@ -33,4 +33,4 @@ export -f one
     for layer in efla deltanet; do echo "$layer 3e-3 43"; done
     for layer in gated-efla gated-deltanet efla deltanet mamba2; do echo "$layer 1e-3 42"; done
 } | xargs -P "$LANES" -L 1 bash -c 'one "$@"' one
-python3 -m experiments.language_model compare "$OUT"/*-*e-*-*/ --out "$OUT/comparison"
+python3 -m experiments.language_model compare "$RUNS"/*-*e-*-*/ --out "$RUNS/comparison-$(date +%Y%m%d-%H%M%S)"
