@@ -158,9 +158,9 @@ def read_run(path: Path, name: str) -> Run:
             curves.setdefault(record["validation"], []).append((record["step"], float(record["nll"])))
         parameters = count_parameters(nnx.eval_shape(partial(build_model, flags, plan)))
         data = {"data": config["data_fingerprints"], "tokenizer": config[TOKENIZER_PRINT]}
+    except (RunFolderError, FlagError):  # which are ValueErrors, too
+        raise
     except (KeyError, TypeError, ValueError) as error:
-        if isinstance(error, (RunFolderError, FlagError)):
-            raise
         raise FlagError(
             f"{path}: config.json or metrics.jsonl is damaged ({error!r}); leave it out"
         ) from error
