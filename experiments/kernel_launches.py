@@ -101,23 +101,23 @@ def rank_one_launches(key_dim: int, value_dim: int, features: str) -> Iterator[t
     if plan.packed:  # what long sequences of few heads take besides; the other features cost no more
         staged = plan.staged()
         moved = square_plan(staged)
-        identity, skip = full(BATCH, HEADS, key_dim, key_dim), jax.ShapeDtypeStruct((BATCH, HEADS), jnp.int32)
+        skip = jax.ShapeDtypeStruct((BATCH, HEADS), jnp.int32)
 
         def run(function: Callable, plan: Plan, **options: Any) -> Callable:
             return lambda skip, *arguments: function(*arguments, plan, skip=skip, **options)
 
         yield "segment_solve", partial(solve, plan=dataclasses.replace(plan, segments=2)), (k, gates)
         yield "segment_states", run(forward, staged), (skip, None, k, v, inverse, gates, None)
-        yield "segment_transitions", run(forward, moved), (skip, None, k, None, inverse, gates, identity)
+        yield "segment_transitions", run(forward, moved), (skip, None, k, None, inverse, gates, None)
         passed = run(backward_states, staged, residuals=False)
-        yield "segment_gradients", passed, (skip, k, k, v, inverse, gates, state)
+        yield "segment_gradients", passed, (skip, k, k, v, inverse, gates, None)
         if not plan.wide:
             segments = BATCH // 2  # of two sequences
-            entering = (full(BATCH, HEADS, key_dim, key_dim), state, full(2, HEADS, key_dim, value_dim))
+            moves, first = full(BATCH, HEADS, key_dim, key_dim), full(2, HEADS, key_dim, value_dim)
             yield (
                 "segment_passage",
                 partial(pass_segments, plan=dataclasses.replace(plan, segments=segments)),
-                entering,
+                (moves, skip, state, first),
             )
     yield "backward_chunks", partial(backward_chunks, plan=plan), (k, k, v, v, v, v, states, states, gates)
     dgates = full(*per_chunk, len(Parts), CHUNK)

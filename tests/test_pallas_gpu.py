@@ -105,13 +105,28 @@ def test_the_state_alone(cell, heads, size):
     assert_close(result["gradients"], expected["gradients"], BUDGETS["bfloat16"].backward)
 
 
+@pytest.mark.parametrize(("tokens", "segments"), [(3, 1), (66, 1), (67, 2)])
+def test_without_an_initial_state_it_is_zeros(tokens, segments):
+    """By the kernel for a few tokens, by the others, and by those that cut a sequence."""
+    shape = Shape(T=tokens, B=1, H=1, HV=2, K=128, V=128)
+    inputs, weights = kernels.problem("gated_efla", "zero_initial_state", shape)
+    expected = kernels.expected("gated_efla", inputs, weights)
+    del inputs["initial_state"], expected["gradients"]["initial_state"]
+    with kernels.interpreted(segments):
+        result = jax.block_until_ready(kernels.evaluate("gated_efla", inputs, weights))
+    for name in ("outputs", "state"):
+        assert_close(result[name], expected[name], BUDGETS["bfloat16"].forward, name)
+    assert_close(result["gradients"], expected["gradients"], BUDGETS["bfloat16"].backward)
+
+
 def test_chunks_that_decay_hides_are_skipped():
     """Of those of which less than e^-FAINT arrives the nearest is passed; where it is not known what does, all are.
 
     In the last row an edit that lengthens stands between two decays.
     """
     left = jnp.array([[[-40, -9, -2, -39], [-37, -1, -1, 0], [-np.inf] * 4, [np.nan] * 4, [-50, 45, -45, 0]]])
-    first, last = segments._hidden(left)
+    whole, first, last = segments._hidden(left)
+    np.testing.assert_array_equal(whole, [[4, 0, 4, 0, 4]])
     np.testing.assert_array_equal(first, [[2, 0, 3, 0, 0]])
     np.testing.assert_array_equal(last, [[2, 0, 3, 0, 1]])
 
@@ -147,12 +162,16 @@ def test_states_pass_through_segments_in_float32(reverse):
     expected = np.zeros((2, 4, *first.shape[1:]))
     order = range(3, -1, -1) if reverse else range(4)
     state = first
+    hidden = jnp.zeros((8, 2), jnp.int32).at[5, 1].set(1)
+    moved[5, 1] = 0.0
+    unread = moved.copy()
+    unread[5, 1] = np.nan
     for i in order:
         expected[:, i] = state
         m = moved.reshape(2, 4, 2, 128, 128)[:, i]
         state = (np.swapaxes(m, 2, 3) if reverse else m) @ state + added.reshape(2, 4, *state.shape[1:])[:, i]
     with kernels.interpreted():
         plan = Plan(1, 2, 128, 192, True, True, False, segments=4, interpret=device.interpretation())
-        m, e, state = (jnp.asarray(x, jnp.float32) for x in (moved, added, first))
-        found = jax.block_until_ready(passage_sm90.pass_segments(m, e, state, plan, reverse=reverse))
+        m, e, state = (jnp.asarray(x, jnp.float32) for x in (unread, added, first))
+        found = jax.block_until_ready(passage_sm90.pass_segments(m, hidden, e, state, plan, reverse=reverse))
     np.testing.assert_allclose(found, expected.reshape(found.shape), rtol=0, atol=5e-6)

@@ -103,6 +103,19 @@ def test_an_axis_wrongly_called_parallel_is_noticed():
     assert wrong.call_count == 3 and max(errors) > 1e-2
 
 
+@pytest.mark.parametrize("tokens", [2, 70])
+def test_without_an_initial_state_it_is_zeros(tokens):
+    shape = Shape(T=tokens, B=1, H=1, HV=1, K=64, V=64)
+    inputs, weights = kernels.problem("efla", "zero_initial_state", shape, "float32")
+    expected = kernels.expected("efla", inputs, weights)
+    del inputs["initial_state"], expected["gradients"]["initial_state"]
+    with interpreted():
+        result = jax.block_until_ready(kernels.evaluate("efla", inputs, weights, form=FORM))
+    for name in ("outputs", "state"):
+        assert_close(result[name], expected[name], BUDGETS["float32"].forward, name)
+    assert_close(result["gradients"], expected["gradients"], BUDGETS["float32"].backward)
+
+
 def test_what_is_kept_after_strong_decays_keeps_its_digits():
     """A chunk's sum of log-decays is then a large number, whose own rounding is 1e-3 of a factor."""
     inputs, weights = kernels.problem("gated_delta_rule", "random", Shape(64, 1, 1, 1, 64, 64), "float32")

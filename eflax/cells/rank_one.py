@@ -163,9 +163,10 @@ class RankOneCell[State]:
 @partial(jax.jit, static_argnums=(0, 8, 9, 10, 11))
 def _run(cell, q, k, v, gates, scale, initial_state, segment_ids, form, chunk_size, options, kernels):
     """Compiled as a whole, so that direct calls compile once per shape and never retrace a scan."""
-    if initial_state is None:
-        initial_state = cell.init_state(k.shape[0], v.shape[2], k.shape[3], v.shape[3])
-    matrix = cell._to_matrix(initial_state)
+    start = initial_state
+    if start is None:
+        start = cell.init_state(k.shape[0], v.shape[2], k.shape[3], v.shape[3])
+    matrix = cell._to_matrix(start)
     dtype = state_dtype(q, k, v, *gates, matrix)
     matrix = vary_like(matrix.astype(dtype), q, k, v, *gates, segment_ids)
     restart = None if segment_ids is None else restarts(segment_ids)
@@ -173,7 +174,8 @@ def _run(cell, q, k, v, gates, scale, initial_state, segment_ids, form, chunk_si
         return None if q is None else v, cell._from_matrix(matrix)
     if form in EDIT_KERNELS:
         scale = scale if kernels.scale is None else kernels.scale
-        o, matrix = _run_kernels(cell, q, k, v, gates, scale, restart, matrix, form, dict(options))
+        state = None if initial_state is None else matrix  # zeros need not be read
+        o, matrix = _run_kernels(cell, q, k, v, gates, scale, restart, state, dtype, form, dict(options))
     else:
         edits = _edits(cell, q, k, v, gates, scale, restart, dtype, dict(options))
         precision = matmul_precision(q, k, v)
@@ -182,13 +184,13 @@ def _run(cell, q, k, v, gates, scale, initial_state, segment_ids, form, chunk_si
     return o, cell._from_matrix(matrix)
 
 
-def _run_kernels(cell, q, k, v, gates, scale, restart, matrix, form, options):
+def _run_kernels(cell, q, k, v, gates, scale, restart, state, dtype, form, options):
     """The kernels take q, k and v as they are given, and share key heads themselves."""
-    wide = _share_heads(k.astype(matrix.dtype), v.shape[2])
-    coefficients = cell.coefficients(wide, *(x.astype(matrix.dtype) for x in gates), **options)
-    few = DECODE_KERNELS[form].refusal(k.shape[1], q, k, cell._stored(v), *gates, matrix) is None
+    wide = _share_heads(k.astype(dtype), v.shape[2])
+    coefficients = cell.coefficients(wide, *(x.astype(dtype) for x in gates), **options)
+    few = DECODE_KERNELS[form].refusal(k.shape[1], q, k, cell._stored(v), *gates, state) is None
     kernels = (DECODE_KERNELS if few else EDIT_KERNELS)[form]
-    return pallas.evaluate(kernels, q, k, cell._values(v), coefficients, restart, matrix, scale)
+    return pallas.evaluate(kernels, q, k, cell._values(v), coefficients, restart, state, scale)
 
 
 def _edits(cell, q, k, v, gates, scale, restart, dtype, options) -> Edits:

@@ -16,7 +16,7 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.mosaic import WGMMA, columns, load_transposed, store_transposed
+from pallas_kernels.mosaic import WGMMA, columns, load_transposed, store_transposed, zeros
 from pallas_kernels.rank_one.layout import CHUNK, COLUMNS, Gates, Plan
 from pallas_kernels.rank_one.stream_sm90 import (
     Refs,
@@ -46,7 +46,7 @@ def backward_states(
     do: Array | None,
     inverse: Array | None,
     gates: Array,
-    final_state: Array,
+    final_state: Array | None,
     plan: Plan,
     *,
     residuals: bool = True,
@@ -60,12 +60,13 @@ def backward_states(
         do: gradient of the outputs [B, T, HV, V] 16-bit.
         inverse: T of every chunk [B, HV, N, C, C] 16-bit; None if nothing is erased.
         gates: [B, HV, N, rows, C] float32; see `layout.Gates`.
-        final_state: gradient of the final state, dS [B, HV, K, V] float32.
+        final_state: gradient of the final state, dS [B, HV, K, V] float32; None is 0.
         plan: sizes and features of this call.
         residuals: see above.
         skip: [B, HV] int32, how many chunks to leave out after the last; not with residuals.
     """
-    outputs = {"initial_state": jax.ShapeDtypeStruct(final_state.shape, jnp.float32)}
+    shape = (k.shape[0], plan.value_heads, plan.key_dim, plan.value_dim)
+    outputs = {"initial_state": jax.ShapeDtypeStruct(shape, jnp.float32)}
     scratch: dict[str, Any] = {}
     if residuals:
         more, scratch = residual_buffers(k, plan)
@@ -111,7 +112,9 @@ def _recur(given: Refs, made: Refs, s: Refs, worker: Array, plan: Plan) -> None:
             plgpu.copy_smem_to_gmem(s["rows"].at[worker], made["rows"].at[b, tokens, h, mine])
         return state
 
-    state = load_transposed(given["final_state"].at[b, h, :, mine])
+    state = zeros(COLUMNS, plan.key_dim)
+    if "final_state" in given:
+        state = load_transposed(given["final_state"].at[b, h, :, mine])
     state = each_chunk(chunk, state, given, s, plan, reverse=True)
     store_transposed(made["initial_state"].at[b, h, :, mine], state)
     plgpu.wait_smem_to_gmem(0)

@@ -49,7 +49,7 @@ def decode_tokens(
     write: Float[Array, "B T HV"] | None,
     log_decay: Float[Array, "B T HV"] | None,
     restart: Bool[Array, "B T"] | None,
-    state: Float[Array, "B HV K V"],
+    state: Float[Array, "B HV K V"] | None,
     *,
     scale: float = 1.0,
     platform: str = "gpu",
@@ -63,6 +63,8 @@ def decode_tokens(
         Unsupported: not this platform ("gpu", Hopper, or "tpu"), or dtypes and sizes that its kernel does not have.
     """
     check(k.shape[1], q, k, v, erase, write, log_decay, state, platform=platform)
+    if state is None:
+        state = jnp.zeros((*v.shape[::2], k.shape[3], v.shape[3]), jnp.float32)
     if restart is not None:
         decay = jnp.zeros(v.shape[:3], jnp.float32) if log_decay is None else log_decay
         log_decay = jnp.where(restart[..., None], -jnp.inf, decay)

@@ -17,7 +17,7 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.mosaic import WGMMA, columns, load_transposed, store_transposed, tiled, zeros
+from pallas_kernels.mosaic import WGMMA, columns, index, load_transposed, store_transposed, tiled, zeros
 from pallas_kernels.rank_one.layout import CHUNK, COLUMNS, Gates, Plan
 from pallas_kernels.rank_one.stream_sm90 import (
     Refs,
@@ -62,10 +62,11 @@ def forward(
         v: [B, T, HV, V] 16-bit; None writes nothing, so that the initial state only passes through the edits.
         inverse: T of every chunk [B, HV, N, C, C] 16-bit (see `solve_sm90`); None if nothing is erased.
         gates: [B, HV, N, rows, C] float32; see `layout.Gates`.
-        initial_state: [B, HV, K, V] float32, or None for zeros.
+        initial_state: [B, HV, K, V] float32; None is zeros, or, if nothing is written, the identity.
         plan: sizes and features of this call.
         residuals: see above.
-        skip: [B, HV] int32, how many chunks to leave out before the first; not where outputs are asked for.
+        skip: [B, HV] int32, how many chunks to leave out before the first; not where outputs are asked for. The
+            identity through no chunk at all is returned as 0: so faint is what it stands for.
     """
     shape_v = (*k.shape[:2], plan.value_heads, plan.value_dim)
     shape_s = (k.shape[0], plan.value_heads, plan.key_dim, plan.value_dim)
@@ -133,5 +134,9 @@ def _recur(given: Refs, made: Refs, s: Refs, worker: Array, plan: Plan) -> None:
     state = zeros(COLUMNS, plan.key_dim)
     if "initial_state" in given:
         state = load_transposed(given["initial_state"].at[b, h, :, mine])
+    elif "v" not in given:
+        shape = COLUMNS, plan.key_dim
+        passed = given["skip"][b, h] < plan.chunks
+        state += jnp.where(index(1, shape) == index(0, shape) + mine.start, passed.astype(jnp.float32), 0.0)
     store_transposed(made["final_state"].at[b, h, :, mine], each_chunk(chunk, state, given, s, plan))
     plgpu.wait_smem_to_gmem(0)

@@ -3,6 +3,7 @@
 S ← e^g (I − a k kᵀ) S + w k vᵀ,      o = scale · Sᵀ q
 """
 
+import dataclasses
 from functools import partial
 from typing import cast
 
@@ -53,7 +54,7 @@ def rank_one(
     write: Float[Array, "B T HV"] | None,
     log_decay: Float[Array, "B T HV"] | None,
     restart: Bool[Array, "B T"] | None,
-    initial_state: Float[Array, "B HV K V"],
+    initial_state: Float[Array, "B HV K V"] | None,
     *,
     scale: float = 1.0,
     segments: int | None = None,
@@ -68,7 +69,7 @@ def rank_one(
         write: w, float32; None is 1.
         log_decay: g ≤ 0, float32; None is 0.
         restart: True where the state is zeroed before the token.
-        initial_state: float32.
+        initial_state: float32; None is 0, and then nothing is read.
         scale: of the queries.
         segments: into how many to cut the sequence, to be worked on side by side; None chooses.
 
@@ -81,6 +82,8 @@ def rank_one(
     check(q, k, v, erase, write, log_decay, initial_state)
     batch, time = v.shape[:2]
     plan = make_plan(q, k, v, erase, log_decay, restart, scale, segments)
+    if initial_state is None:
+        plan = dataclasses.replace(plan, continues=False)
     length = plan.segments * plan.chunks * CHUNK
 
     def segmented(x: Array | None, width: int | None = None) -> Array | None:
@@ -101,7 +104,7 @@ def rank_one(
     qk = (segmented(x, plan.key_dim) for x in (q, k))
     results = _evaluate(plan, *qk, segmented(v, plan.value_dim), *gates, state)
     o, state = cast(tuple[Array | None, Array], results)
-    width, depth = initial_state.shape[2:]
+    width, depth = k.shape[3], v.shape[3]
     if o is not None:
         o = o.reshape(batch, length, *o.shape[2:])[:, :time, :, :depth]
     return o, state[:, :, :width, :depth]
@@ -142,7 +145,9 @@ def make_plan(
     )
 
 
-def _pad_state(state: Array, plan: Plan) -> Array:
+def _pad_state(state: Array | None, plan: Plan) -> Array | None:
+    if state is None:
+        return None
     width, depth = state.shape[2:]
     return jnp.pad(state, [(0, 0), (0, 0), (0, plan.key_dim - width), (0, plan.value_dim - depth)])
 
@@ -185,7 +190,7 @@ def _evaluate_backward(plan, residuals, cotangents):
     dgates = gate_gradients(grads.gates, log_decay, restart, rows, plan)
     group = plan.value_heads // k.shape[2]
     dq, dk = (_sum_group(x, group) for x in (grads.q, grads.k))
-    dinitial = first_segment(dstate, plan)
+    dinitial = first_segment(dstate, plan) if plan.continues else None
     return dq, dk, grads.v, *dgates, None, dinitial
 
 

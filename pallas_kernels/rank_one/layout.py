@@ -46,6 +46,7 @@ class Plan:
     decays: bool  # g is given, or documents are packed
     packed: bool
     reads: bool = True  # outputs are asked for
+    continues: bool = True  # from an initial state that is not identically 0
     dtype: Any = jnp.bfloat16  # of the factors of all products: bfloat16 or float16
     segments: int = 1  # of a sequence, which stand beside each other on the batch axis
     interpret: Any = None

@@ -5,6 +5,7 @@ float32's own rounding are left out. As in `forward_sm90`, a warpgroup holds 64 
 """
 
 from collections.abc import Iterator
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +21,7 @@ PARTS = 3
 
 
 def pass_segments(
-    transitions: Array, added: Array, state: Array, plan: Plan, *, reverse: bool = False
+    transitions: Array, hidden: Array, added: Array, state: Array, plan: Plan, *, reverse: bool = False
 ) -> Array:
     """Return the state at every segment [B · segments, HV, K, V]: the one given, and M S + E of the one before.
 
@@ -28,6 +29,7 @@ def pass_segments(
 
     Args:
         transitions: M of every segment [B · segments, HV, K, K] float32.
+        hidden: how many chunks of a segment do not count for M [B · segments, HV] int32; if all, M is 0 and not read.
         added: E of every segment [B · segments, HV, K, V] float32.
         state: [B, HV, K, V] float32.
         plan: of the call; K is 64 or 128.
@@ -44,6 +46,13 @@ def pass_segments(
         def step(i: Array, state: Array) -> Array:
             place = b * count + (count - 1 - i if reverse else i)
             store_transposed(made["states"].at[place, h, :, mine], state)
+            moves = given["hidden"][place, h] < plan.chunks
+            return lax.cond(moves, partial(move, place), lambda _: add(place), state)
+
+        def add(place: Array) -> Array:
+            return load_transposed(given["added"].at[place, h, :, mine])
+
+        def move(place: Array, state: Array) -> Array:
             moves = [s["transitions"].at[n + zero.get()] for n in range(PARTS)]
             for half in range(width // COLUMNS):
                 rows = pl.ds(half * COLUMNS, COLUMNS)
@@ -53,7 +62,7 @@ def pass_segments(
             plgpu.commit_smem()
             if not reverse:
                 moves = [move.transpose((1, 0)) for move in moves]
-            after = load_transposed(given["added"].at[place, h, :, mine])
+            after = add(place)
             for n, part in enumerate(_parts(state)):
                 after = unit.add(after, *((part, move) for move in moves[: PARTS - n]))
             return after
@@ -63,7 +72,7 @@ def pass_segments(
         place = b * count + (0 if reverse else count - 1)
         store_transposed(made["states"].at[place, h, :, mine], state)
 
-    inputs = {"transitions": transitions, "added": added, "state": state}
+    inputs = {"transitions": transitions, "hidden": hidden, "added": added, "state": state}
     outputs = {"states": jax.ShapeDtypeStruct(added.shape, jnp.float32)}
     scratch = {"transitions": tiled(PARTS, width, width, dtype=jnp.bfloat16)}
     scratch["zero"] = plgpu.SMEM((128,), jnp.int32)

@@ -34,6 +34,7 @@ class Passage(NamedTuple):
     """How the gradient of the state passes back through segments."""
 
     transitions: Array  # M, or 1 × 1 where M is a multiple of the identity
+    hidden: Array  # [B · segments, HV] int32: chunks that do not count for M, which is 0 if none does
     skip: Array  # [B · segments, HV] int32: chunks at a segment's end whose part of the gradient is faint at its start
 
 
@@ -43,15 +44,15 @@ def entering_states(
     inverse: Array | None,
     growth: Array | None,
     gates: Array,
-    state: Array,
+    state: Array | None,
     plan: Plan,
-) -> tuple[Array, Passage | None]:
+) -> tuple[Array | None, Passage | None]:
     """Return S as it enters each segment [B · segments, HV, K, V], and what `leaving_gradients` needs.
 
     Args:
         k, v, inverse, gates: of the segments, as for `forward`.
         growth: from `solve`; None where nothing is erased.
-        state: S as it enters the first [B, HV, K, V].
+        state: S as it enters the first [B, HV, K, V]; None is 0.
         plan: of the call.
     """
     if plan.segments == 1:
@@ -59,15 +60,19 @@ def entering_states(
     left = jnp.log(gates[..., Gates.ENTRY, -1])  # of what enters a chunk [B · segments, HV, N]
     if growth is not None:
         left += growth.sum(-1)
-    faint = left.sum(2) < -FAINT
-    first, last = _hidden(left)
-    moved = _transitions(k, inverse, gates, jnp.where(faint, jnp.int32(plan.chunks), 0), plan)
+    whole, first, last = _hidden(left)
+    moved = _transitions(k, inverse, gates, whole, plan)
     added = forward(None, k, v, inverse, gates, None, plan, skip=first).final_state
-    return _pass(moved, added, state, plan), Passage(moved, last)
+    if state is None:
+        state = jnp.zeros((added.shape[0] // plan.segments, *added.shape[1:]), jnp.float32)
+    return _pass(moved, whole, added, state, plan), Passage(moved, whole, last)
 
 
-def _hidden(left: Array) -> tuple[Array, Array]:
-    """How many chunks [B, HV] need not be passed: of the first ones on the way to the end, of the last ones back.
+def _hidden(left: Array) -> tuple[Array, Array, Array]:
+    """How many chunks [B, HV] need not be passed.
+
+    By the entering state: all or none; by what is written, on the way to the end: of the first ones; by gradients, on
+    the way back: of the last ones.
 
     One that leaves less than e^-FAINT of what is beyond it hides all that, and only the nearest such is passed. Edits
     may lengthen, so that more arrives from further away: a chunk is left out only with all that are beyond it.
@@ -75,11 +80,20 @@ def _hidden(left: Array) -> tuple[Array, Array]:
     Args:
         left: of what is on one side of a chunk, how much arrives at its other side; logarithms [B, HV, N].
     """
+    count = left.shape[2]
+    number = jnp.broadcast_to(jnp.arange(count, dtype=jnp.int32), left.shape)
+    backward = jnp.tri(count, dtype=bool)[None, None]
 
-    def count(arriving: Array) -> Array:
-        return jnp.maximum(jnp.sum(lax.cummax(arriving, 2) < -FAINT, -1, dtype=jnp.int32) - 1, 0)
+    # Masked sums, which XLA makes one kernel of. A comparison with NaN is false, so that it hides nothing.
+    def faint(passed: Array) -> Array:
+        return jnp.sum(jnp.where(passed, left[..., None, :], 0.0), -1) < -FAINT
 
-    return count(lax.cumsum(left, 2, reverse=True)), count(lax.cumsum(left, 2)[..., ::-1])
+    def hidden(faint: Array, beyond: Array) -> Array:
+        return jnp.where(faint, count - 1, jnp.maximum(beyond - 1, 0)).min(2)
+
+    onward = faint(backward.mT)
+    whole = jnp.where(onward & (number == 0), jnp.int32(count), 0).max(2)
+    return whole, hidden(onward, number), hidden(faint(backward), count - 1 - number)
 
 
 def leaving_gradients(
@@ -95,11 +109,9 @@ def leaving_gradients(
     """Return dS of the state that leaves each segment [B · segments, HV, K, V]; see `entering_states`."""
     if passage is None:
         return dstate
-    nothing = jnp.zeros((k.shape[0], *dstate.shape[1:]), jnp.float32)
-    added = backward_states(
-        q, k, do, inverse, gates, nothing, plan, residuals=False, skip=passage.skip
-    ).initial_state
-    return _pass(passage.transitions, added, dstate, plan, reverse=True)
+    skip = passage.skip
+    added = backward_states(q, k, do, inverse, gates, None, plan, residuals=False, skip=skip).initial_state
+    return _pass(passage.transitions, passage.hidden, added, dstate, plan, reverse=True)
 
 
 def first_segment(x: Array, plan: Plan) -> Array:
@@ -122,19 +134,15 @@ def _transitions(k: Array, inverse: Array | None, gates: Array, skip: Array, pla
     """M [B · segments, HV, K, K], or 1 × 1 where M is a multiple of the identity; 0 where all chunks are skipped."""
     if not plan.erases:
         return jnp.prod(gates[..., Gates.ENTRY, -1], -1)[..., None, None]
-    plan = square_plan(plan)
-    shape = (k.shape[0], plan.value_heads, plan.key_dim, plan.key_dim)
-    kept = (skip < plan.chunks).astype(jnp.float32)
-    identity = jnp.broadcast_to(
-        kept[..., None, None] * jnp.eye(plan.key_dim, dtype=jnp.float32)[None, None], shape
-    )
-    return forward(None, k, None, inverse, gates, identity, plan, skip=skip).final_state
+    return forward(None, k, None, inverse, gates, None, square_plan(plan), skip=skip).final_state
 
 
-def _pass(moved: Array, added: Array, state: Array, plan: Plan, *, reverse: bool = False) -> Array:
+def _pass(
+    moved: Array, hidden: Array, added: Array, state: Array, plan: Plan, *, reverse: bool = False
+) -> Array:
     """The state at every segment, from that at the first, or in reverse from that at the last; see `pass_segments`."""
     if plan.erases and not plan.wide:
-        return pass_segments(moved, added, state, plan, reverse=reverse)
+        return pass_segments(moved, hidden, added, state, plan, reverse=reverse)
     moved, added = (x.reshape(-1, plan.segments, *x.shape[1:]) for x in (moved, added))
     states = [state]
     for i in range(plan.segments - 1):

@@ -45,7 +45,7 @@ def rank_one(
     write: Float[Array, "B T HV"] | None,
     log_decay: Float[Array, "B T HV"] | None,
     restart: Bool[Array, "B T"] | None,
-    initial_state: Float[Array, "B HV K V"],
+    initial_state: Float[Array, "B HV K V"] | None,
     *,
     scale: float = 1.0,
 ) -> tuple[Float[Array, "B T HV V"] | None, Float[Array, "B HV K V"]]:
@@ -59,7 +59,7 @@ def rank_one(
         write: w, float32; None is 1.
         log_decay: g ≤ 0, float32; None is 0.
         restart: True where the state is zeroed before the token.
-        initial_state: float32.
+        initial_state: float32; None is 0.
         scale: of the queries.
 
     Returns:
@@ -70,6 +70,8 @@ def rank_one(
     """
     check(q, k, v, erase, write, log_decay, initial_state)
     batch, time, value_heads, depth = v.shape
+    if initial_state is None:
+        initial_state = jnp.zeros((batch, value_heads, k.shape[3], depth), jnp.float32)
     plan = make_plan(q, k, v, erase, log_decay, restart, scale)
     length = plan.chunks * CHUNK
 

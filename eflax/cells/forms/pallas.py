@@ -89,7 +89,7 @@ def evaluate(
     v: Array,
     coefficients: Coefficients,
     restart: Array | None,
-    initial_state: Array,
+    initial_state: Array | None,
     scale: float | Array,
 ) -> tuple[Array | None, Array]:
     """Like the other forms, but of q, k and v as they are given: in their dtypes, key heads not repeated.
@@ -97,8 +97,7 @@ def evaluate(
     Under `jax.set_mesh` each device works on its sequences and heads, see `on_mesh`.
     """
     if not isinstance(scale, float):
-        wide = initial_state.dtype
-        q = None if q is None else (q.astype(wide) * jnp.asarray(scale).astype(wide)).astype(q.dtype)
+        q = None if q is None else (q.astype(jnp.float32) * jnp.asarray(scale, jnp.float32)).astype(q.dtype)
         scale = 1.0
 
     def run(q, k, v, coefficients, restart, state):
