@@ -174,4 +174,6 @@ def test_states_pass_through_segments_in_float32(reverse):
         plan = Plan(1, 2, 128, 192, True, True, False, segments=4, interpret=device.interpretation())
         m, e, state = (jnp.asarray(x, jnp.float32) for x in (unread, added, first))
         found = jax.block_until_ready(passage_sm90.pass_segments(m, hidden, e, state, plan, reverse=reverse))
-    np.testing.assert_allclose(found, expected.reshape(found.shape), rtol=0, atol=5e-6)
+    # Tensor cores truncate their sums. Two bfloat16 parts a number in place of three would add 5e-5.
+    allowed = 4e-5 if jax.default_backend() == "gpu" else 5e-6
+    np.testing.assert_allclose(found, expected.reshape(found.shape), rtol=0, atol=allowed)
