@@ -124,7 +124,7 @@ def test_chunks_that_decay_hides_are_skipped():
 
     In the last row an edit that lengthens stands between two decays.
     """
-    left = jnp.array([[[-40, -9, -2, -39], [-37, -1, -1, 0], [-np.inf] * 4, [np.nan] * 4, [-50, 45, -45, 0]]])
+    left = jnp.array([[[-24, -9, -2, -23], [-21, -1, -1, 0], [-np.inf] * 4, [np.nan] * 4, [-30, 28, -28, 0]]])
     whole, first, last = segments._hidden(left)
     np.testing.assert_array_equal(whole, [[4, 0, 4, 0, 4]])
     np.testing.assert_array_equal(first, [[2, 0, 3, 0, 0]])
