@@ -19,6 +19,7 @@ from pallas_kernels.rank_one.stream_sm90 import Refs, launch
 
 WHOLE = 4  # float32 numbers of the 16 bytes that TMA moves at least: heads come in multiples of it
 HEADS = 2 * WHOLE  # of a block, at most
+CHANGE, LAST = 0, 1  # where a block puts its sums over rows of dgates
 # Every load says its layout, as of these buffers columns are read, which the search for layouts does not allow; and
 # what one thread writes for another stands before a commit_smem.
 PARAMETERS = plgpu.CompilerParams(
@@ -61,27 +62,28 @@ class _Chunk:
             self.in_last = self.document == jnp.sum(restarts, 1)
             s["document"][...] = self.document
             plgpu.commit_smem()
-            # Of the column's token, whether it is in the row's document, and whether in the chunk's last.
-            document = columns(s["document"])
-            self.same = lax.broadcast_in_dim(self.document, (CHUNK, CHUNK), [0]) == document
-            self.ends = lax.broadcast_in_dim(jnp.sum(restarts, 1), (CHUNK, CHUNK), [0]) == document
+            # Whether the column's token is in the row's document.
+            self.same = lax.broadcast_in_dim(self.document, (CHUNK, CHUNK), [0]) == columns(s["document"])
 
-    def of(self, name: str, head: int) -> Array:
+    def of(self, name: str, head: Array | int) -> Array:
         """A vector of the tokens, one value a row."""
         return _rows(self.s[name].at[:, head])
 
-    def decays(self, head: int) -> Array:
+    def decays(self, head: Array | int) -> Array:
         """The log-decays of the tokens that are summed, one a column; after `turn_decays`."""
         return columns(self.s["decays"].at[head])
 
     def turn_decays(self) -> None:
         """Put the log-decays of each head side by side."""
-        for head in range(self.count):
+
+        @pl.loop(0, self.count)
+        def _(head):
             x = self.of("log_decay", head)
             x = jnp.where(x < FORGET, FORGET, x)
             if "restart" in self.s:
                 x = jnp.where(self.cut, 0.0, x)  # nothing is left that it could act on
             self.s["decays"].at[head][...] = x
+
         plgpu.commit_smem()
 
     def add_up(self, x: Array, kept: Array) -> Array:
@@ -89,10 +91,6 @@ class _Chunk:
         if "restart" in self.s:
             kept &= self.same
         return jnp.sum(jnp.where(kept, x, 0.0), 1)
-
-    def last_sum(self, decays: Array) -> Array:
-        """The last c of the chunk."""
-        return jnp.sum(jnp.where(self.ends, decays, 0.0) if "restart" in self.s else decays, 1)
 
 
 def put_gates(
@@ -116,14 +114,22 @@ def put_gates(
         nothing = plgpu.layout_cast(jnp.full((CHUNK,), 0.0, jnp.float32), WGMMA.reduce(1))
         if "log_decay" in given:
             chunk.turn_decays()
-        for i in range(heads):
-            gates = s["gates"].at[i]
-            sums = until_end = nothing
+
+        @pl.loop(0, heads)
+        def _(i):
+            sums = nothing
             if "log_decay" in given:
-                decays = chunk.decays(i)
-                sums = chunk.add_up(decays, chunk.column <= chunk.row)
-                until_end = chunk.last_sum(decays) - sums
-            entry = jnp.exp(sums)
+                sums = chunk.add_up(chunk.decays(i), chunk.column <= chunk.row)
+            for place in (Gates.SUM, Gates.SUM_AGAIN):
+                s["gates"].at[i, place][...] = sums
+
+        plgpu.commit_smem()
+
+        @pl.loop(0, heads)
+        def _(i):
+            gates = s["gates"].at[i]
+            sums = _rows(gates.at[Gates.SUM])
+            entry, until_end = jnp.exp(sums), gates[Gates.SUM, CHUNK - 1] - sums
             if plan.packed:
                 entry = jnp.where(chunk.document == 0.0, entry, 0.0)
                 until_end = jnp.where(chunk.in_last, until_end, -jnp.inf)
@@ -133,8 +139,7 @@ def put_gates(
             gates.at[Gates.ERASE][...], gates.at[Gates.READ][...] = erase, erase * entry
             gates.at[Gates.WRITE][...] = chunk.of("write", i)
             gates.at[Gates.ENTRY][...], gates.at[Gates.EXIT][...] = entry, jnp.exp(until_end)
-            gates.at[Gates.SUM][...] = sums
-            gates.at[Gates.SUM_AGAIN][...] = sums
+
         plgpu.commit_smem()
         for i in range(heads):
             plgpu.copy_smem_to_gmem(s["gates"].at[i], made["gates"].at[chunk.b, chunk.first + i, chunk.n])
@@ -169,29 +174,38 @@ def gate_gradients(
 
     def run(given: Refs, made: Refs, s: Refs) -> None:
         chunk = _Chunk(given, s, plan, heads)
-        for i in range(heads):
+
+        def add(i: Array, plus: tuple[int, ...], minus: tuple[int, ...] = ()) -> Array:
             part = s["dgates"].at[i]
+            terms = [_rows(part.at[place]) for place in plus] + [-_rows(part.at[place]) for place in minus]
+            return sum(terms[1:], terms[0])
 
-            def add(axis: int, plus: tuple[int, ...], minus: tuple[int, ...] = (), part: Any = part) -> Array:
-                layout = WGMMA.reduce(1 - axis)
-                terms = [plgpu.load(part.at[place], layout=layout) for place in plus]
-                terms += [-plgpu.load(part.at[place], layout=layout) for place in minus]
-                return sum(terms[1:], terms[0])
-
-            s["d_write"].at[:, i][...] = add(0, rows.write)
+        @pl.loop(0, heads)
+        def _(i):
+            s["d_write"].at[:, i][...] = add(i, rows.write)
             if "erase" in names:
-                s["d_erase"].at[:, i][...] = add(0, rows.erase)
+                s["d_erase"].at[:, i][...] = add(i, rows.erase)
             if "log_decay" in names:
-                change, last = (
-                    lax.broadcast_in_dim(add(1, *places), (CHUNK, CHUNK), [1])
-                    for places in ((rows.sums, rows.minus_sums), (rows.last,))
-                )
-                decay = chunk.add_up(change, chunk.column >= chunk.row)
-                last = jnp.sum(last, 1)
-                replaced = chunk.of("log_decay", i) <= FORGET
+                change, last = add(i, rows.sums, rows.minus_sums), add(i, rows.last)
+                plgpu.commit_smem()  # every thread has read the rows, whose place they take
+                s["dgates"].at[i, CHANGE][...] = change if plan.packed else change + last
+                s["dgates"].at[i, LAST][...] = last
+
+        plgpu.commit_smem()
+        if "log_decay" in names:
+
+            @pl.loop(0, heads)
+            def _(i):
+                change, last = (columns(s["dgates"].at[i, place]) for place in (CHANGE, LAST))
+                replaced, onward = chunk.of("log_decay", i) <= FORGET, chunk.column >= chunk.row
                 if plan.packed:
-                    last, replaced = jnp.where(chunk.in_last, last, 0.0), replaced | chunk.cut
-                s["d_log_decay"].at[:, i][...] = jnp.where(replaced, 0.0, decay + last)
+                    decay = chunk.add_up(change, onward)
+                    decay += jnp.where(chunk.in_last, jnp.sum(last, 1), 0.0)
+                    replaced |= chunk.cut
+                else:
+                    decay = jnp.sum(jnp.where(onward, change, last), 1)
+                s["d_log_decay"].at[:, i][...] = jnp.where(replaced, 0.0, decay)
+
         plgpu.commit_smem()
         for name in made:
             plgpu.copy_smem_to_gmem(s[f"d_{name}"], made[name].at[chunk.b, chunk.span, chunk.heads])
