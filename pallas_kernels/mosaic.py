@@ -9,12 +9,15 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels.device import Unsupported
+
 try:
     from jax._src.pallas.mpmd import _mpmd_map as mpmd_map
 except ImportError:
     mpmd_map = None
 
 WGMMA = plgpu.Layout.WGMMA
+LARGEST_AXIS = 65_535  # blocks of a launch, along all axes but one
 TILE = 64  # rows of a warpgroup's accumulator
 APPROXIMATE = plgpu.CompilerParams(approx_math=True)  # exp by the machine's own, to 2 units in the last place
 # Besides, no barrier stands around each store and before each load by TMA. The kernel's own barriers must then part
@@ -24,6 +27,12 @@ UNGUARDED = plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=True)
 
 def run_kernel(body: Callable[..., None], *inputs: Array, name: str, **options: Any) -> Any:
     """Launch a kernel, of 32-bit numbers also where JAX has 64-bit types: indices and counts are int32."""
+    for axis, size in zip(options["grid_names"][:-1], options["grid"][:-1], strict=True):
+        if size > LARGEST_AXIS:
+            raise Unsupported(
+                f"the kernel {name} would need {size:,} blocks along its axis {axis!r}, and CUDA allows "
+                f"{LARGEST_AXIS:,} on all axes but the last: cut the longest axis of the inputs, or name another form"
+            )
     return plgpu.kernel(_in_32_bits(body), kernel_name=name, **options)(*inputs)
 
 

@@ -137,7 +137,7 @@ def test_form_that_the_cell_lacks():
 
 
 WRONG_OPTIONS = {
-    ("efla", "scale"): (None, "a", {}, object(), True + 1j, [1.0], np.ones(3), np.str_("a")),
+    ("efla", "scale"): (None, "a", 10**400, {}, object(), True + 1j, [1.0], np.ones(3), np.str_("a")),
     ("efla", "order"): (0, -1, 2.0, "2", True),
     ("gated_efla", "variant"): ("decay_last", None, ["published"], jnp.zeros(3)),
     ("linear_attention", "normalize"): ("no", None, 1, jnp.array(True)),

@@ -2,6 +2,7 @@
 
 from typing import NamedTuple
 
+import harness
 import jax
 import jax.numpy as jnp
 import kernels
@@ -117,6 +118,22 @@ def test_without_an_initial_state_it_is_zeros(tokens, segments):
     for name in ("outputs", "state"):
         assert_close(result[name], expected[name], BUDGETS["bfloat16"].forward, name)
     assert_close(result["gradients"], expected["gradients"], BUDGETS["bfloat16"].backward)
+
+
+@pytest.mark.parametrize(("square", "beta"), [(1.0, -1.0), (9.0, 1.0)])
+def test_what_edits_lengthen_as_much_as_decay_shortens_passes_segments(square, beta):
+    """The factor of the state along its one key is 1 or −1 a token, of which the decay is e^-0.7 or e^-2.1."""
+    shape = Shape(T=129, B=1, H=1, HV=1, K=64, V=64)
+    inputs, _ = kernels.problem("gated_delta_rule", "random", shape)
+    k = jnp.zeros_like(inputs["k"]).at[..., 0].set(square**0.5)
+    g = jnp.full_like(inputs["g"], -np.log(abs(1.0 - square * beta)))
+    v, state = jnp.zeros_like(inputs["v"]), jnp.ones_like(inputs["initial_state"])
+    inputs |= {"k": k, "v": v, "beta": jnp.full_like(inputs["beta"], beta), "g": g, "initial_state": state}
+    expected = harness.call("gated_delta_rule", inputs, form="recurrent")[1]
+    with kernels.interpreted(segments=2):
+        found = harness.call("gated_delta_rule", inputs, form="pallas_gpu")[1]
+    np.testing.assert_allclose(found[..., 0, :], expected[..., 0, :], rtol=0.3)
+    assert abs(expected[0, 0, 0, 0]) > 0.5
 
 
 def test_chunks_that_decay_hides_are_skipped():

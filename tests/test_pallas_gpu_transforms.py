@@ -282,3 +282,11 @@ def test_shard_map_that_checks_what_varies_is_refused():
         assert outputs(None).shape == k.shape
         with pytest.raises(cells.UnsupportedForm, match="check_vma=False"):
             outputs("pallas_gpu")
+
+
+def test_more_blocks_than_cuda_launches_are_refused():
+    shape = (1, 70, 70_000, 64)
+    q = jax.ShapeDtypeStruct(shape, jnp.bfloat16)
+    gate = jax.ShapeDtypeStruct(shape[:3], jnp.float32)
+    with kernels.h200(), pytest.raises(ValueError, match=r"70,000 blocks along its axis 'h'.*65,535"):
+        jax.eval_shape(lambda *inputs: cells.delta_rule(*inputs, form="pallas_gpu"), q, q, q, gate)

@@ -63,7 +63,7 @@ forms but `recurrent` also carry it past the end of its document, as zero times 
 of tokens carry it to *earlier* outputs: `chunkwise` to those of its chunk, `parallel` to all of its sequence.
 (`selective_ssm` has no such matrix, and its `pallas_tpu` stops at the document's end.) `pallas_tpu` works on
 heads in pairs, and carries it to the other of its pair. `pallas_gpu` cuts long sequences of few heads into segments;
-past the end of one it carries nothing of which decay leaves less than e^−40, be it NaN.
+past the end of one it carries nothing of which decay leaves less than e^−24, be it NaN.
 
 **Errors.** ValueError or TypeError naming the argument, before anything runs: ranks, sizes, head counts, dtypes,
 g > 0 (where its values are known: not under jit), an unknown variant. `UnsupportedForm`, a ValueError, where a form

@@ -105,7 +105,7 @@ def check_scale(scale: Any) -> None:
     """Raise unless scale is a real number or an array without axes."""
     dtype = getattr(scale, "dtype", None)
     if dtype is None:
-        fits = isinstance(scale, int | float)
+        fits = isinstance(scale, float) or (isinstance(scale, int) and abs(scale) < 2**1023)
     else:
         real = jnp.issubdtype(dtype, jnp.floating) or jnp.issubdtype(dtype, jnp.integer)
         fits = real and jnp.shape(scale) == ()

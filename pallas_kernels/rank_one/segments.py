@@ -57,7 +57,9 @@ def entering_states(
     """
     if plan.segments == 1:
         return state, None
-    left = jnp.log(gates[..., Gates.ENTRY, -1])  # of what enters a chunk [B · segments, HV, N]
+    left = gates[..., Gates.SUM, -1]  # of what enters a chunk, logarithms [B · segments, HV, N]
+    if plan.packed:
+        left = jnp.where(gates[..., Gates.DOCUMENT, -1] > 0.0, -jnp.inf, left)
     if growth is not None:
         left += growth.sum(-1)
     whole, first, last = _hidden(left)

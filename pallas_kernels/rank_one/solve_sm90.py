@@ -18,7 +18,7 @@ BLOCK = 16  # rows of a block on the diagonal: the inner size of one wgmma
 def solve(k: Array, gates: Array, plan: Plan) -> tuple[Array, Array | None]:
     """Return T [B, HV, N, C, C], 16-bit like k; and, for segments, the growth [B, HV, N, C] of every token.
 
-    The growth of a token is log max(1, aλ − 1), float32: by how much its edit I − a k kᵀ can lengthen a vector.
+    The growth of a token is log max(1, |1 − aλ|), float32: by how much its edit I − a k kᵀ can lengthen a vector.
 
     Args:
         k: [B, T, H, K], 16-bit.
@@ -125,7 +125,7 @@ def _lower(s: dict[str, Any], plan: Plan, unit: MatrixUnit) -> tuple[Array, Arra
     row, column = index(0), index(1)
     gram = unit.product((CHUNK, CHUNK), (s["k"], s["k"].transpose((1, 0))))
     square = jnp.sum(jnp.where(row == column, gram, 0.0), 1)
-    square = jnp.where(square > 0.0, square, 1.0)
+    square = jnp.where(square == 0.0, 1.0, square)
     inverse_length = lax.rsqrt(square)
     s["inverse_length"][...] = inverse_length
     s["inverse_length_again"][...] = inverse_length
@@ -143,7 +143,7 @@ def _lower(s: dict[str, Any], plan: Plan, unit: MatrixUnit) -> tuple[Array, Arra
     s["near"][...] = near.astype(jnp.float16)
     s["before"][...] = (_block(panels[0], 1) + _block(panels[2], 3)).astype(jnp.float16)
     s["far"][...] = lower[:, : 2 * BLOCK].astype(jnp.float16)
-    return near, jnp.log(jnp.maximum(erase * square - 1.0, 1.0))
+    return near, jnp.log(jnp.maximum(jnp.abs(1.0 - erase * square), 1.0))
 
 
 def _block(x: Array, block: int) -> Array:
